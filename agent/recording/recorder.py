@@ -1020,7 +1020,12 @@ def _bounds(target: Target, options: ProgramOptions) -> Bounds:
     stacks = max(options.stacks_max, Bounds().stacks)
     # Whoever is named alone may have all.
     of_process = stacks if target.filter is abi.Filter.PIDS else stacks // 2
-    return Bounds(stacks=stacks, stacks_of_process=of_process, rows=options.sums_max)
+    return Bounds(
+        stacks=stacks,
+        stacks_of_process=of_process,
+        rows=options.sums_max,
+        stacks_at_once=options.stacks_max // 2,
+    )
 
 
 def _by_weight(keys: npt.NDArray[np.void], values: npt.NDArray[np.void]) -> tuple[Part, Part]:

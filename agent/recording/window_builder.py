@@ -86,6 +86,7 @@ class Bounds:
         rows: Of each column of measures.
         events: Of each column of events, the first ones.
         kept_stacks: Stacks that are known between windows.
+        stacks_at_once: That may come before it is looked again how many there are.
     """
 
     stacks: int = 1 << 14
@@ -93,6 +94,7 @@ class Bounds:
     rows: int = 1 << 16
     events: int = 1 << 16
     kept_stacks: int = 1 << 15
+    stacks_at_once: int = 1 << 13
 
 
 class WindowBuilder:
@@ -124,19 +126,22 @@ class WindowBuilder:
         self._most_code_rows = _MOST_CODE_ROWS
         self._most_texts = _MOST_NEW_TEXTS
         self._most_events = 0
-        self._new_stacks = 0
+        self._open_stacks: set[int] = set()
         self._losses: Counter[LossKind] = Counter()
         self._lost_ns: Counter[LossKind] = Counter()
 
     @property
     def is_filling(self) -> bool:
-        """Whether half of what may be in a window is in the open one: events, or new stacks.
+        """Whether the open window may have no room for what comes next: events, or stacks.
 
-        Past it new stacks would take the room of others that the window mentions.
+        Of stacks all may be of one process; and past half of those that are kept, new ones would
+        take the room of others that the window mentions.
         """
-        return (
-            self._most_events > self._bounds.events // 2
-            or self._new_stacks > self._kept_stacks // 2
+        bounds = self._bounds
+        most_stacks = bounds.stacks_of_process - bounds.stacks_at_once
+        most_stacks = max(most_stacks, bounds.stacks_of_process // 2)
+        return self._most_events > bounds.events // 2 or len(self._open_stacks) > min(
+            most_stacks, self._kept_stacks // 2
         )
 
     @property
@@ -169,7 +174,7 @@ class WindowBuilder:
             if is_late:
                 self._late[column].add(number)
         if column == "stacks" and not is_late:
-            self._new_stacks += len(rows)
+            self._open_stacks.update(rows[key].tolist())
         self._drop_oldest()
 
     def _drop_oldest(self) -> None:
@@ -195,6 +200,8 @@ class WindowBuilder:
         if number not in kept:
             return False
         kept.move_to_end(number)  # what has come again is about to be mentioned
+        if column == "stacks":
+            self._open_stacks.add(number)
         return True
 
     def stack(self, stack: int) -> tuple[np.void, npt.NDArray[np.uint64]] | None:
@@ -298,7 +305,8 @@ class WindowBuilder:
         for parts in self._open.values():
             parts.clear()
         self._open_rows.clear()
-        self._most_events = self._new_stacks = 0
+        self._most_events = 0
+        self._open_stacks.clear()
         self._losses.clear()
         self._lost_ns.clear()
         return window

@@ -231,6 +231,26 @@ def test_a_window_is_filling_before_new_stacks_take_the_room_of_those_it_mention
     assert not builder.is_filling
 
 
+def test_a_window_ends_before_a_process_has_more_stacks_than_it_may() -> None:
+    # GIVEN stacks of one process that come 30 at once
+    builder = WindowBuilder(Bounds(stacks=200, stacks_of_process=100, stacks_at_once=30))
+    builder.define("processes", rows_of("processes", (0, 1, 0, 0, 0, 0, -1, _NONE, 0, 0, 0)))
+    builder.define("threads", rows_of("threads", (0, 0, 1, 0)))
+    addresses = np.array([11], "<u8").view(COLUMNS["addresses"].dtype)
+    for first in range(1, 1000, 30):
+        for number in range(first, first + 30):
+            row = (number, 0, 0, 0, 0, 1, StopReason.ROOTED, 0, False, _NONE, 0)
+            builder.define("stacks", rows_of("stacks", row), addresses)
+            sample = (number, 0, SampleClass.ON_CPU, 1, 10)
+            builder.add("samples", rows_of("samples", sample))
+        # WHEN windows end as soon as one is filling
+        if builder.is_filling:
+            window = builder.close(first)
+            # THEN none has lost a stack, and each has many
+            assert _losses(window) == {}
+            assert len(window.stacks) == 90
+
+
 def test_a_process_that_makes_code_all_the_time_is_forgotten_bit_by_bit() -> None:
     # GIVEN a process in which each window brings 200 functions that no other has
     builder = WindowBuilder(Bounds(kept_stacks=500))
