@@ -31,7 +31,8 @@ from aiflame.agent.process_group import OWN_PROCESS_GROUP
 INPUT = "{}"
 
 # The disassembly of 50 MB of machine code takes nvdisasm some seconds; of one function of it, less.
-_MAX_CPU_S, _PATIENCE_S = 20, 30.0
+# On damaged code it may never end, and whoever lists kernels has 10 s for that and all other code.
+_MAX_CPU_S, _PATIENCE_S = 4, 30.0
 _MAX_MEMORY_BYTES = 4 << 30
 _MAX_OUTPUT_BYTES = 64 << 20
 _MAX_DESCRIPTORS = 32

@@ -21,6 +21,9 @@ from aiflame.gpu.nvidia.disassembly import MAX_INSTRUCTIONS, Instruction
 # first. A cubin's functions are told within 5 ms; one run of nvdisasm takes 0.3 s, most of which is
 # its start. A program with Triton has a cubin for each kernel.
 _MAX_FUNCTIONS_S, _MAX_TOOL_S = 5.0, 10.0
+# A program that does not know the architecture says so at once. One that fails later fails for the
+# code, which no other is asked to read.
+_REFUSES_WITHIN_S = 1.0
 # Of all listings: 2,000 kernels of 2,000 instructions. After that only what was sampled is listed.
 _MAX_LINES = 4_000_000
 
@@ -55,9 +58,12 @@ class Listings:
         for program in dict.fromkeys(disassembly.programs()):
             if time.monotonic() - begun_s > _MAX_TOOL_S:
                 break
+            asked_s = time.monotonic()
             output = self._tools.run(program, disassembly.arguments(symbols, "{}"), data)
             if output is not None:
                 return disassembly.parsed(output)
+            if time.monotonic() - asked_s > _REFUSES_WITHIN_S:
+                break
         return {}
 
     def of(self, data: bytes, name: str, offsets: frozenset[int]) -> Listing | None:

@@ -13,6 +13,7 @@ import tempfile
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -188,6 +189,30 @@ def test_damaged_code_costs_itself_alone(
     profile = with_listings(read_capture(_capture(path, _packed(bytes(damaged)), _packed(cubin))))
     sound = [one.text for one in profile.gpu.instructions if one.code in (2, 3)]
     assert any("MUFU.SIN" in text for text in sound)
+
+
+@needs_nvcc
+@needs_nvdisasm
+def test_code_that_is_never_read_to_its_end_leaves_time_for_other_code(
+    cubin: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN damaged code, on which each nvdisasm computes for as long as it may
+    now_s, damaged = [0.0], cubin[:-1] + b"!"
+
+    def run_tool(path: str, arguments: list[str], data: bytes) -> bytes | None:
+        if data == cubin:
+            return tools.run_tool(path, arguments, data)
+        now_s[0] += tools._MAX_CPU_S
+        return None
+
+    monkeypatch.setattr("aiflame.agent.devices.listings.run_tool", run_tool)
+    for module in ("aiflame.agent.devices.listings", "aiflame.gpu.nvidia.listings"):
+        monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    # WHEN it is the most sampled
+    objects = _packed(damaged), _packed(cubin)
+    profile = with_listings(read_capture(_capture(tmp_path / "run.aiflame", *objects)))
+    # THEN other code is listed
+    assert any("MUFU.SIN" in one.text for one in profile.gpu.instructions)
 
 
 def test_a_report_waits_for_listings_no_longer_than_it_says(
