@@ -116,7 +116,10 @@ _MEANINGS = {
         "stack memory that could not be read: paged out, or the address of a caller was wrong"
     ),
     StopReason.TOO_DEEP: "more frames than are kept; those nearest to the leaf are there",
-    StopReason.NOT_WALKED: "the thread woke up before its stack could be read",
+    StopReason.NOT_WALKED: (
+        "the thread woke up before its stack could be read, or the kernel lets nobody read its"
+        " process"
+    ),
     StopReason.LOST: (
         "the stack found no room, and only its time is known; raise --stack-storage-size"
     ),
