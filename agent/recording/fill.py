@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """How full the kernel half's stores are: whether to empty one before the window is over.
 
-A CPU asks for it each time that it has stored a share of a store, and counts on whatever was taken
-out meanwhile: of one CPU's share nobody knows what the others have stored, and when. So it is
-looked how much all have stored since the store was emptied last. A share is small enough that a
-store which was left as it was is not full before the next question.
+Programs ask for that (EVENT_DRAIN) each time that a CPU has stored a certain share of a store. They
+do not know what other CPUs have stored, nor when the store was emptied last: so the counters of all
+CPUs are read here, and compared with what they were then. Shares are so small that a store which is
+left as it is cannot be full before programs ask the next time.
 
-Stacks are emptied within a window: they are facts, and hold for all windows. Sums, and those of
-calls, are of the window that is open, and end it.
+Stacks are taken within a window: a stack is described once, for all windows. Sums, also of calls,
+belong to the open window: taking them ends it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import ProgramOptions
 
-# What all CPUs together store between two questions: a part of a store. One that was left with
-# almost half of it in use has three quarters when it is looked at again.
+# All CPUs together store a quarter of a store at most between two times that programs ask: one that
+# was left with almost half of it in use has three quarters in use then.
 _SHARE = 4
 
 
@@ -28,12 +28,12 @@ class Fill:
     """How much is in each store.
 
     Args:
-        counters: Returns what programs have stored so far, by counter.
+        counted: Returns what all CPUs have counted so far.
         options: How large stores are.
         cpus: That store.
     """
 
-    counters: Callable[[], Mapping[abi.Counter, int]]
+    counted: Callable[[abi.Counter], int]
     options: ProgramOptions
     cpus: int
     _emptied: dict[abi.Counter, int] = field(default_factory=dict, init=False)
@@ -56,12 +56,11 @@ class Fill:
         self._note(abi.Counter.SUMS_STORED, abi.Counter.CALLS_STORED)
 
     def _note(self, *counters: abi.Counter) -> None:
-        now = self.counters()
-        self._emptied |= {counter: now[counter] for counter in counters}
+        self._emptied |= {counter: self.counted(counter) for counter in counters}
 
     @property
     def are_stacks_many(self) -> bool:
-        """Whether the store of stacks is to be emptied now: it is half full at the next question.
+        """Whether the store of stacks is to be emptied now: the next time it may be half full.
 
         That of Python chains has half as many entries, and a stack has one at most.
         """
@@ -76,4 +75,4 @@ class Fill:
         )
 
     def _stored(self, counter: abi.Counter) -> int:
-        return self.counters()[counter] - self._emptied.get(counter, 0)
+        return self.counted(counter) - self._emptied.get(counter, 0)

@@ -66,7 +66,13 @@ from aiflame.agent.recording.late_walks import COPIES_PER_S, LateWalks
 from aiflame.agent.recording.long_waits import LongWaits
 from aiflame.agent.recording.python_thread_names import PythonThreadNames
 from aiflame.agent.recording.pythons import PythonProcesses
-from aiflame.agent.recording.samples import Samples, open_parts, read_counters, read_losses
+from aiflame.agent.recording.samples import (
+    Samples,
+    open_parts,
+    read_counter,
+    read_counters,
+    read_losses,
+)
 from aiflame.agent.recording.signals import StopSignals
 from aiflame.agent.recording.sleep_walks import SleepWalks
 from aiflame.agent.recording.sleepers import Sleepers, give_all_sleepers, give_sleepers
@@ -232,7 +238,7 @@ class Recorder:
         self._inspector = foundation.inspector
         self._file_facts = foundation.file_facts
         self._programs = foundation.programs
-        self._fill = Fill(self._counters, options, self.cpu_count)
+        self._fill = Fill(self._counter, options, self.cpu_count)
         self._switch_cost = SwitchCost(foundation.programs, count_run_times)
         self._excluded = ExcludedCgroups(self._programs)
         self._left_out = LeftOutProcesses(self._programs)
@@ -688,6 +694,10 @@ class Recorder:
         )
 
     def _drain_stacks(self) -> None:
+        """Takes in the stacks that the kernel half has, at the end of a window or within it."""
+        self.devices.before_stacks()
+        self._follow_mappings()
+        self.late_walks.take()
         self._fill.note_stacks_taken()
         for keys, records in self._programs.stacks.chunks(take=True):
             self.stacks.add(keys, records)
@@ -707,10 +717,10 @@ class Recorder:
         """Tells programs of a new boundary, and waits until it is over; returns it."""
         set_ns = self._programs.set
         set_ns(abi.Setting.BOUNDARY_BEFORE_NS, self._boundary_ns)
+        self._fill.note_sums_taken()  # what takes time comes before the boundary is chosen
         # Its lowest bit says which of the two maps of sums is written from then on.
         parity = 1 - (self._boundary_ns & 1)
         boundary_ns = (time.monotonic_ns() + self._ahead_ns) & ~1 | parity
-        self._fill.note_sums_taken()
         set_ns(abi.Setting.BOUNDARY_NS, boundary_ns)
         now_ns = time.monotonic_ns()
         if now_ns >= boundary_ns:
@@ -727,9 +737,6 @@ class Recorder:
             written: Which of the two maps of sums programs wrote until then.
             is_last: No program writes any more; waits that are open end here.
         """
-        self.devices.before_stacks()
-        self._follow_mappings()
-        self.late_walks.take()
         self._drain_stacks()
         end_ns = self._since_start(boundary_ns)
         keys, values = self._programs.sums[written].take_all()
@@ -960,6 +967,9 @@ class Recorder:
 
     def _counters(self) -> dict[abi.Counter, int]:
         return read_counters(self._programs.counters, self._possible_cpus)
+
+    def _counter(self, counter: abi.Counter) -> int:
+        return read_counter(self._programs.counters, counter, self._possible_cpus)
 
     def losses(self) -> Counter[LossKind]:
         """Returns what the host half lost."""

@@ -156,16 +156,17 @@ def open_parts(state: Any, end_ns: int) -> list[tuple[SampleClass, int]]:
 
 def read_counters(counters: Any, possible_cpus: int) -> dict[abi.Counter, int]:
     """Returns the counters that tell of no loss, each added up over the CPUs."""
-    return {counter: _total(counters, counter, possible_cpus) for counter in abi.Counter}
+    return {counter: read_counter(counters, counter, possible_cpus) for counter in abi.Counter}
 
 
 def read_losses(counters: Any, possible_cpus: int) -> Counter[LossKind]:
     """Returns what the kernel half has lost so far."""
     return Counter(
-        {kind: _total(counters, slot, possible_cpus) for kind, slot in abi.LOSS_SLOTS.items()}
+        {kind: read_counter(counters, slot, possible_cpus) for kind, slot in abi.LOSS_SLOTS.items()}
     )
 
 
-def _total(counters: Any, slot: int, possible_cpus: int) -> int:
+def read_counter(counters: Any, slot: int, possible_cpus: int) -> int:
+    """Returns one counter, added up over the CPUs."""
     values = counters.lookup(slot.to_bytes(4, "little"), possible_cpus)
     return 0 if values is None else int(values.sum())

@@ -23,7 +23,7 @@ _STORES = {
 
 
 def _stores(stored: Counter[abi.Counter]) -> Fill:
-    fill = Fill(lambda: stored, _OPTIONS, _CPUS)
+    fill = Fill(stored.__getitem__, _OPTIONS, _CPUS)
     fill.note_stacks_taken()
     fill.note_sums_taken()
     return fill

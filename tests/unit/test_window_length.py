@@ -151,6 +151,30 @@ def test_many_sums_end_a_window_and_many_stacks_do_not(monkeypatch: pytest.Monke
     assert host.drains == [1.5, 4.5]
 
 
+def test_stacks_come_after_what_has_to_be_known_of_them() -> None:
+    # Within a window as at its end.
+    done: list[str] = []
+
+    def does(name: str) -> Callable[..., None]:
+        return lambda *_: done.append(name)
+
+    stub = SimpleNamespace
+    recorder: Any = stub(
+        devices=stub(before_stacks=does("locations")),
+        _follow_mappings=does("mappings"),
+        late_walks=stub(take=does("copies")),
+        _fill=stub(note_stacks_taken=does("counters")),
+        _programs=stub(stacks=stub(chunks=lambda take: iter([((), ())]))),
+        stacks=stub(add=does("stacks")),
+        pythons=stub(take_chains=does("chains")),
+        _real_time=stub(check=lambda: None),
+    )
+    Recorder._drain_stacks(recorder)
+    before = done[: done.index("stacks")]
+    assert sorted(before) == ["copies", "counters", "locations", "mappings"]
+    assert done[-1] == "chains"
+
+
 def test_windows_are_longer_where_less_is_done() -> None:
     stub = SimpleNamespace
     recorder: Any = stub(
