@@ -11,15 +11,19 @@ a u16 size of all of it, the body, and here always a u64 time at the end (sample
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 from aiflame.agent.kernel import sysbpf
 from aiflame.agent.kernel.probes import online_cpus
 
@@ -30,7 +34,7 @@ _RING_BYTES = 1 << 18
 # For all CPUs: those of large machines have 64 KB each, and have less to do each.
 _RINGS_BYTES, _LEAST_RING_BYTES = 16 << 20, 1 << 16
 
-_LOST, _COMM, _EXIT, _FORK, _MMAP2 = 2, 3, 4, 7, 10
+LOST, COMM, EXIT, FORK, MMAP2 = 2, 3, 4, 7, 10
 _COMM_EXEC = 1 << 13  # PERF_RECORD_MISC_COMM_EXEC (v3.16)
 _HEADER = struct.Struct("<IHH")
 _TIME = struct.Struct("<Q")
@@ -41,12 +45,15 @@ _TASK_BODY = struct.Struct("<IIIIQ")  # pid, ppid, tid, ptid, time: of FORK and 
 _MMAP2_BODY = struct.Struct("<IIQQQIIQQII")  # pid, tid, addr, len, pgoff, maj, min, ino, ...
 
 _BODIES = {
-    _LOST: _LOST_BODY,
-    _COMM: _COMM_BODY,
-    _EXIT: _TASK_BODY,
-    _FORK: _TASK_BODY,
-    _MMAP2: _MMAP2_BODY,
+    LOST: _LOST_BODY,
+    COMM: _COMM_BODY,
+    EXIT: _TASK_BODY,
+    FORK: _TASK_BODY,
+    MMAP2: _MMAP2_BODY,
 }
+# Each is a multiple of u64 (kernel/events/core.c), and has a header and its time at least.
+_ALIGNMENT, _LEAST_RECORD_BYTES = 8, 16
+_LEAST_BYTES = {number: _HEADER.size + body.size + _TIME.size for number, body in _BODIES.items()}
 
 # Each process maps the same few files: their names are made, and kept by those who keep events,
 # once. A path has 4,096 bytes at most, and 50 mostly.
@@ -117,57 +124,147 @@ class Lost(NamedTuple):
 
 LifeEvent: TypeAlias = Forked | Named | Mapped | Ended | Lost
 
+# What stands for what is no record.
+_NO_RECORD = _HEADER.pack(LOST, 0, 32) + _LOST_BODY.pack(0, 1) + _TIME.pack(0)
+
+
+@dataclass(frozen=True, slots=True)
+class LifeRecords:
+    """Events in order of time, as the kernel wrote them: most are of whom nobody asks for.
+
+    Attributes:
+        data: The records.
+        numbers: PERF_RECORD_* of each, shape (n,).
+        pids: Whose they are; of those that tell of a loss nobody's.
+        parents: Of these, where they are of a fork.
+        ns: When; 0 where that is not known.
+        begins, ends: Of each in `data`.
+    """
+
+    data: bytes
+    numbers: npt.NDArray[np.uint32]
+    pids: npt.NDArray[np.uint32]
+    parents: npt.NDArray[np.uint32]
+    ns: Sequence[int]
+    begins: Sequence[int]
+    ends: Sequence[int]
+
+    @staticmethod
+    def of(parts: Sequence[bytes]) -> LifeRecords:
+        """Makes them of records from one place after the other, but for what says nothing new.
+
+        What is no record ends a part, and counts as one that was lost.
+        """
+        found: list[bytes] = []
+        begins: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)]
+        size_of_all = 0
+        for part in parts:
+            positions, size = _positions(part)
+            if size < len(part):
+                positions.append(size)
+                part = part[:size] + _NO_RECORD
+            begins.append(np.array(positions, np.int64) + size_of_all)
+            found.append(part)
+            size_of_all += len(part)
+        return _in_order(b"".join(found), np.concatenate(begins))
+
+    def __len__(self) -> int:
+        return len(self.ns)
+
+    def event(self, at: int) -> LifeEvent:
+        """Returns what one of them says."""
+        return _event_of(self.data[self.begins[at] : self.ends[at]])
+
+    def events(self) -> Iterator[LifeEvent]:
+        """Yields what they say."""
+        return (self.event(at) for at in range(len(self)))
+
+    def before(self, ns: int) -> tuple[LifeRecords, bytes]:
+        """Returns those before a time, and the others as they were written."""
+        count = bisect.bisect_left(self.ns, ns)
+        if count == len(self):
+            return self, b""
+        later = self.joined(range(count, len(self)))
+        sooner = LifeRecords(
+            self.data,
+            *(self.numbers[:count], self.pids[:count], self.parents[:count]),
+            *(self.ns[:count], self.begins[:count], self.ends[:count]),
+        )
+        return sooner, later
+
+    def joined(self, chosen: Iterable[int]) -> bytes:
+        """Returns some of them, one after the other."""
+        data, begins, ends = self.data, self.begins, self.ends
+        return b"".join([data[begins[at] : ends[at]] for at in chosen])
+
+
+def _positions(data: bytes) -> tuple[list[int], int]:
+    """Returns where records begin, and where the last whole one ends."""
+    found = []
+    at, end = 0, len(data) & -_ALIGNMENT
+    sizes = memoryview(data)[:end].cast("H")
+    while at < end:
+        size = sizes[(at >> 1) + 3]
+        if size < _LEAST_RECORD_BYTES or size % _ALIGNMENT or at + size > end:
+            break
+        number = sizes[at >> 1]
+        if size < _LEAST_BYTES.get(number, 0):
+            break
+        found.append(at)
+        at += size
+    return found, at
+
+
+def _in_order(data: bytes, begins: npt.NDArray[np.int64]) -> LifeRecords:
+    """Returns whole records in order of time, without those that say nothing new."""
+    words, times = np.frombuffer(data, "<u4"), np.frombuffer(data, "<u8")
+    at = begins >> 2
+    numbers, bits, sizes = words[at], words[at + 1] & 0xFFFF, (words[at + 1] >> 16).astype(np.int64)
+    pids, others = words[at + 2], words[at + 3]
+    is_leader = pids == words[np.minimum(at + 4, len(words) - 1)]  # of FORK and EXIT
+    is_new = (
+        (numbers == MMAP2)
+        | ((numbers == COMM) & ((bits & _COMM_EXEC > 0) | (pids == others)))
+        | ((numbers == FORK) & (pids != others))
+        | ((numbers == EXIT) & is_leader)
+        | (numbers == LOST)
+    )
+    ns = times[(begins + sizes >> 3) - 1]
+    order = np.flatnonzero(is_new)
+    order = order[np.argsort(ns[order], kind="stable")]
+    ends = (begins + sizes)[order]
+    rows = (ns[order].tolist(), begins[order].tolist(), ends.tolist())
+    return LifeRecords(data, numbers[order], pids[order], others[order], *rows)
+
 
 def events_of(data: bytes) -> Iterator[LifeEvent]:
-    """Yields the events of whole records, in their order; those of other kinds are left out.
-
-    What is no record ends it, and counts as one that was lost.
-    """
+    """Yields what whole records say, in their order."""
     at = 0
-    while at + _HEADER.size <= len(data):
-        kind, bits, size = _HEADER.unpack_from(data, at)
-        body = _BODIES.get(kind)
-        least = _HEADER.size if body is None else _HEADER.size + body.size + _TIME.size
-        if size < least or at + size > len(data):
-            break
-        if body is not None:
-            event = _event_of(kind, bits, data, at + _HEADER.size, at + size - _TIME.size)
-            if event is not None:
-                yield event
+    while at < len(data):
+        _, _, size = _HEADER.unpack_from(data, at)
+        yield _event_of(data[at : at + size])
         at += size
-    if at < len(data):
-        yield Lost(0, 1)
 
 
-def _event_of(kind: int, bits: int, data: bytes, begin: int, end: int) -> LifeEvent | None:
-    """Makes an event of a record, None of one that says nothing new of a process.
-
-    Args:
-        kind: PERF_RECORD_*.
-        bits: PERF_RECORD_MISC_*.
-        data: Holds it.
-        begin: Of its body.
-        end: The same; there is the time.
-    """
-    (ns,) = _TIME.unpack_from(data, end)
-    if kind == _MMAP2:
-        fields = _MMAP2_BODY.unpack_from(data, begin)
-        pid, _, start, size, offset, major, minor, inode, *_ = fields
-        path = _text(data[begin + _MMAP2_BODY.size : end])
-        return Mapped(ns, pid, start, start + size, offset, _device(major, minor), inode, path)
-    if kind == _COMM:
-        pid, tid = _COMM_BODY.unpack_from(data, begin)
-        is_exec = bool(bits & _COMM_EXEC)
-        if not is_exec and pid != tid:
-            return None
-        return Named(ns, pid, _text(data[begin + _COMM_BODY.size : end]), is_exec)
-    if kind == _LOST:
-        _, records = _LOST_BODY.unpack_from(data, begin)
-        return Lost(ns, records)
-    pid, parent_pid, tid, _, _ = _TASK_BODY.unpack_from(data, begin)
-    if kind == _FORK:
-        return Forked(ns, pid, parent_pid) if pid != parent_pid else None
-    return Ended(ns, pid) if pid == tid else None
+def _event_of(record: bytes) -> LifeEvent:
+    """Makes an event of a record."""
+    number, bits, size = _HEADER.unpack_from(record)
+    end = size - _TIME.size
+    (ns,) = _TIME.unpack_from(record, end)
+    if number == MMAP2:
+        fields = _MMAP2_BODY.unpack_from(record, _HEADER.size)
+        pid, _, start, length, offset, major, minor, inode, *_ = fields
+        path = _text(record[_HEADER.size + _MMAP2_BODY.size : end])
+        return Mapped(ns, pid, start, start + length, offset, _device(major, minor), inode, path)
+    if number == COMM:
+        pid, _ = _COMM_BODY.unpack_from(record, _HEADER.size)
+        name = _text(record[_HEADER.size + _COMM_BODY.size : end])
+        return Named(ns, pid, name, bool(bits & _COMM_EXEC))
+    if number == LOST:
+        _, count = _LOST_BODY.unpack_from(record, _HEADER.size)
+        return Lost(ns, count)
+    pid, parent_pid, *_ = _TASK_BODY.unpack_from(record, _HEADER.size)
+    return Forked(ns, pid, parent_pid) if number == FORK else Ended(ns, pid)
 
 
 @functools.lru_cache(_MOST_TEXTS)
@@ -233,7 +330,7 @@ class LifeEvents:
         self._watch = watch
         self._rings: dict[int, _Ring | None] = {}  # by CPU; None: refused
         self._is_started = False
-        self._early: list[LifeEvent] = []
+        self._early = b""
 
     @property
     def refused(self) -> int:
@@ -253,7 +350,7 @@ class LifeEvents:
         for cpu in self._rings.keys() - online:
             ring = self._rings.pop(cpu)
             if ring is not None:
-                self._early += events_of(ring.take())
+                self._early += ring.take()
                 ring.close()
         size_bytes = _ring_bytes(len(online))
         for cpu in sorted(online - self._rings.keys()):
@@ -261,23 +358,17 @@ class LifeEvents:
             with contextlib.suppress(OSError):
                 self._rings[cpu] = _Ring(cpu, size_bytes, self._watch)
 
-    def read(self) -> tuple[list[LifeEvent], int]:
+    def read(self) -> tuple[LifeRecords, int]:
         """Returns what has happened since the last read, in order, and up to when that is all.
 
         The rings are read one after the other, so that what happens meanwhile would come in part:
         that is kept for the next time.
         """
         until_ns = time.monotonic_ns()
-        found, self._early = self._early, []
-        for ring in self._rings.values():
-            if ring is not None:
-                found += events_of(ring.take())
-        found.sort(key=_ns)
-        count = len(found)
-        while count and found[count - 1].ns > until_ns:
-            count -= 1
-        self._early = found[count:]
-        return found[:count], until_ns
+        parts = [self._early]
+        parts += [ring.take() for ring in self._rings.values() if ring is not None]
+        found, self._early = LifeRecords.of(parts).before(until_ns + 1)
+        return found, until_ns
 
     def close(self) -> None:
         """Ends it."""
@@ -286,10 +377,6 @@ class LifeEvents:
                 ring.close()
         self._rings = {}
         self._is_started = False
-
-
-def _ns(event: LifeEvent) -> int:
-    return event.ns
 
 
 def _ring_bytes(cpus: int) -> int:

@@ -4,6 +4,9 @@
 A process of some milliseconds is gone before /proc can be read; this is what is known of it then.
 One life is a pid from its fork or exec to the next exec. A child that was forked has what its
 parent had mapped. Nothing tells of what is unmapped: what was mapped later lies over it.
+
+What was told of a process that was over when it was read stays as the kernel wrote it: nobody asks
+for most of them, and to make it out takes longer than all else.
 """
 
 from __future__ import annotations
@@ -11,10 +14,21 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from aiflame.agent.kernel.life_events import Ended, Forked, LifeEvent, Lost, Mapped, Named
+import numpy as np
+from aiflame.agent.kernel.life_events import (
+    EXIT,
+    FORK,
+    LOST,
+    LifeEvent,
+    LifeRecords,
+    Lost,
+    Mapped,
+    Named,
+    events_of,
+)
 from aiflame.agent.processes.procfs import MapsLine
 from intervaltree import IntervalTree
 
@@ -43,6 +57,7 @@ class Life:
         is_whole: What it has mapped since the exec that it or an ancestor began with is all there.
         has_gap: Events were lost that may have been about it.
         mapped: Executable mappings by start and end, those that came last at the end.
+        is_lent: Children have the same dict, which is copied before it changes.
     """
 
     begun_ns: int
@@ -52,12 +67,20 @@ class Life:
     is_whole: bool = False
     has_gap: bool = False
     mapped: dict[tuple[int, int], MapsLine] = field(default_factory=dict)
+    is_lent: bool = field(default=False, compare=False)
 
     @property
     def executable(self) -> str:
         """The path of its program, "" where not known: an exec maps that first."""
         lines = self.mapped.values() if self.is_whole else ()
         return next((line.path for line in lines if line.inode), "")
+
+    def child(self, ns: int, parent_pid: int) -> Life:
+        """Returns what a child has that is forked at a time."""
+        self.is_lent = True
+        return Life(
+            *(ns, self.name, parent_pid, False, self.is_whole, self.has_gap, self.mapped, True)
+        )
 
     def lines(self) -> list[MapsLine]:
         """Returns what is mapped, in address order: of two that overlap, what came last."""
@@ -81,6 +104,32 @@ class Life:
         ]
 
 
+def _read_nothing() -> tuple[LifeRecords, int]:
+    return LifeRecords.of(()), 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """What was told of a process that was over when it was read.
+
+    Attributes:
+        forked: What it began as, None if that was told before.
+        data: Records, all later than that.
+        count: Of these.
+        last_ns: Of the last of them.
+    """
+
+    forked: Life | None
+    data: bytes
+    count: int
+    last_ns: int
+
+    @property
+    def mapped(self) -> int:
+        """How much it counts for: each record may be of a mapping."""
+        return self.count + (0 if self.forked is None else len(self.forked.mapped))
+
+
 class Lives:
     """The lives of all processes, or of some and their descendants.
 
@@ -92,12 +141,13 @@ class Lives:
         lost: Events that did not come, and lives that found no room.
     """
 
-    def __init__(self, read: Callable[[], tuple[list[LifeEvent], int]] = lambda: ([], 0)) -> None:
+    def __init__(self, read: Callable[[], tuple[LifeRecords, int]] = _read_nothing) -> None:
         self._read = read
         self._read_ns = 0
         self.lost = 0
         self._lives: dict[int, list[Life]] = {}  # by pid, in order of their beginnings
-        self._ended: deque[tuple[int, Life]] = deque()
+        self._unread: dict[int, _Unread] = {}  # by pid, later than its lives
+        self._ended: deque[tuple[int, int]] = deque()  # pids, and when
         self._only: set[int] | None = None
         self._mapped = 0
 
@@ -108,6 +158,7 @@ class Lives:
     def find(self, pid: int, ns: int) -> Life | None:
         """Returns the life that a process had at a monotonic time which is over, None for none."""
         self.update(ns)
+        self._take_unread(pid)
         lives = self._lives.get(pid, ())
         return next((life for life in reversed(lives) if life.begun_ns <= ns), None)
 
@@ -134,35 +185,81 @@ class Lives:
         """Takes in what has happened up to a time, and what is known of later."""
         if ns < self._read_ns:
             return
-        events, self._read_ns = self._read()
-        for event in events:
-            if isinstance(event, Lost):
-                self._lose(event)
-            elif isinstance(event, Forked):
-                self._fork(event)
-            elif self._only is None or event.pid in self._only:
-                self._take(event)
+        records, self._read_ns = self._read()
+        if not len(records):
+            return
+        # Who descends from whom is only known in order.
+        short = _over(records) if self._only is None else {}
+        is_left = np.ones(len(records), bool)
+        is_left[[at for own in short.values() for at in own]] = False
+        at_left = np.flatnonzero(is_left)
+        numbers, pids = records.numbers[at_left].tolist(), records.pids[at_left].tolist()
+        forked: dict[int, Life] = {}
+        for at, number, pid in zip(at_left.tolist(), numbers, pids, strict=True):
+            if number == LOST:
+                self._take(records.event(at))
+            elif number == FORK:
+                life = self._fork(records.ns[at], pid, int(records.parents[at]))
+                if life is not None and pid in short:
+                    forked[pid] = life
+                elif life is not None:
+                    self._enter(pid, life)
+            elif self._only is not None and pid not in self._only:
+                continue
+            elif number == EXIT:
+                if pid in short:
+                    self._keep_unread(pid, forked.pop(pid, None), records, short.pop(pid))
+                self._end(pid, records.ns[at])
+            else:
+                self._take(records.event(at))
+
+    def _keep_unread(
+        self, pid: int, forked: Life | None, records: LifeRecords, chosen: Sequence[int]
+    ) -> None:
+        """Keeps what was told of a process that is over."""
+        if not chosen and forked is None:
+            return
+        self._take_unread(pid)  # of whoever had it before
+        last_ns = records.ns[chosen[-1]] if chosen else 0
+        unread = _Unread(forked, records.joined(chosen), len(chosen), last_ns)
+        self._unread[pid] = unread
+        self._mapped += unread.mapped
+        self._bound()
+
+    def _take_unread(self, pid: int) -> None:
+        """Takes in what was told of a process that has ended since."""
+        unread = self._unread.pop(pid, None)
+        if unread is None:
+            return
+        self._mapped -= unread.mapped
+        if unread.forked is not None:
+            self._enter(pid, unread.forked)
+        for event in events_of(unread.data):
+            self._take(event)
 
     def _lose(self, event: Lost) -> None:
         """Nobody knows whose events they were."""
         self.lost += event.records
+        for pid in [*self._unread]:
+            self._take_unread(pid)
         for lives in self._lives.values():
             for life in lives:
                 life.is_whole, life.has_gap = False, True
 
-    def _fork(self, event: Forked) -> None:
+    def _fork(self, ns: int, pid: int, parent_pid: int) -> Life | None:
+        """Returns what a process begins as, None for one that is left out."""
         if self._only is not None:
-            if event.parent_pid not in self._only:
-                return
-            self._only.add(event.pid)
-        parent = self._current(event.parent_pid)
-        life = Life(event.ns, parent_pid=event.parent_pid)
-        if parent is not None:
-            life.name, life.is_whole, life.has_gap = parent.name, parent.is_whole, parent.has_gap
-            life.mapped = parent.mapped.copy()
-        self._enter(event.pid, life)
+            if parent_pid not in self._only:
+                return None
+            self._only.add(pid)
+        self._take_unread(pid)  # of whoever had it before
+        parent = self._current(parent_pid)
+        return Life(ns, "", parent_pid) if parent is None else parent.child(ns, parent_pid)
 
-    def _take(self, event: Named | Mapped | Ended) -> None:
+    def _take(self, event: LifeEvent) -> None:
+        if isinstance(event, Lost):
+            self._lose(event)
+            return
         life = self._current(event.pid)
         if isinstance(event, Named) and event.is_exec:
             parent_pid = 0 if life is None else life.parent_pid
@@ -176,10 +273,10 @@ class Lives:
                 life = Life(0)
                 self._enter(event.pid, life)
             self._map(life, event)
-        elif life is not None:
-            self._end(event.pid, life)
 
     def _map(self, life: Life, event: Mapped) -> None:
+        if life.is_lent:
+            life.mapped, life.is_lent = life.mapped.copy(), False
         span = event.start, event.end
         before = life.mapped.pop(span, None)  # the new one is to be the last
         self._mapped += before is None
@@ -193,6 +290,7 @@ class Lives:
             life.mapped, life.is_whole = dict(newest), False
 
     def _current(self, pid: int) -> Life | None:
+        self._take_unread(pid)
         lives = self._lives.get(pid)
         return lives[-1] if lives else None
 
@@ -201,36 +299,68 @@ class Lives:
         lives.append(life)
         self._mapped += len(life.mapped)
         if len(lives) > _MAX_LIVES:
-            self._drop(pid, lives[0])
+            self._drop(pid, lives[0].begun_ns)
+        self._bound()
+
+    def _bound(self) -> None:
+        """Forgets lives where there is too much of all of them: first of those that have ended."""
         while self._mapped > _MAX_MAPPED_BY_ALL and self._ended:
             self._drop_ended()
         while self._mapped > _MAX_MAPPED_BY_ALL and len(self._lives) > 1:
             oldest = next(iter(self._lives))
-            self._drop(oldest, self._lives[oldest][-1])
+            self._drop(oldest, self._lives[oldest][-1].begun_ns)
             self.lost += 1
 
-    def _end(self, pid: int, life: Life) -> None:
-        self._ended.append((pid, life))
-        if len(self._ended) > _MAX_ENDED:
-            self._drop_ended()
+    def _end(self, pid: int, ns: int) -> None:
+        if pid in self._lives or pid in self._unread:
+            self._ended.append((pid, ns))
+            if len(self._ended) > _MAX_ENDED:
+                self._drop_ended()
 
     def _drop_ended(self) -> None:
-        """Forgets the life that ended first."""
-        pid, last = self._ended.popleft()
-        self._drop(pid, last)
-        if self._only is not None and pid not in self._lives:
+        """Forgets the process that ended first."""
+        pid, ended_ns = self._ended.popleft()
+        self._drop(pid, ended_ns)
+        if self._only is not None and pid not in self._lives and pid not in self._unread:
             self._only.discard(pid)
 
-    def _drop(self, pid: int, last: Life) -> None:
-        """Forgets a life of a pid, and those before it."""
-        lives = self._lives.get(pid, [])
-        left = [life for life in lives if life.begun_ns > last.begun_ns]
-        self._mapped -= sum(len(life.mapped) for life in lives) - sum(map(_size, left))
+    def _drop(self, pid: int, until_ns: int) -> None:
+        """Forgets the lives of a pid that had begun by a time, and what was told of them."""
+        unread = self._unread.get(pid)
+        if unread is not None and unread.last_ns > until_ns:  # one later may be a child by these
+            self._take_unread(pid)
+        elif unread is not None:
+            self._mapped -= unread.mapped
+            del self._unread[pid]
+        lives = self._lives.pop(pid, [])
+        left = [life for life in lives if life.begun_ns > until_ns]
+        self._mapped -= sum(map(_size, lives)) - sum(map(_size, left))
         if left:
             self._lives[pid] = left
-        else:
-            self._lives.pop(pid, None)
 
 
 def _size(life: Life) -> int:
     return len(life.mapped)
+
+
+def _over(records: LifeRecords) -> dict[int, Sequence[int]]:
+    """Returns, by pid, where records are of processes that are over, but for forks and ends.
+
+    Only of those whose records tell of one process to its end, and that made none themselves: what
+    they were in between concerns nobody else.
+    """
+    if (records.numbers == LOST).any():  # nobody knows of whom
+        return {}
+    order = np.argsort(records.pids, kind="stable")
+    pids, numbers = records.pids[order], records.numbers[order]
+    begins = np.flatnonzero(np.r_[True, pids[1:] != pids[:-1]])
+    ends = np.r_[begins[1:], len(pids)]
+    forks = np.add.reduceat(numbers == FORK, begins, dtype=np.int64)
+    is_forked = numbers[begins] == FORK
+    is_over = (numbers[ends - 1] == EXIT) & (forks == is_forked)
+    is_over &= np.add.reduceat(numbers == EXIT, begins, dtype=np.int64) == 1
+    is_over &= ~np.isin(pids[begins], records.parents[records.numbers == FORK])
+    own = (begins + is_forked)[is_over], ends[is_over] - 1
+    at = order.tolist()
+    rows = zip(pids[ends[is_over] - 1].tolist(), *(each.tolist() for each in own), strict=True)
+    return {pid: at[begin:end] for pid, begin, end in rows}

@@ -6,10 +6,19 @@ from __future__ import annotations
 import random
 
 import pytest
-from aiflame.agent.kernel.life_events import Ended, Forked, LifeEvent, Lost, Mapped, Named
+from aiflame.agent.kernel.life_events import (
+    Ended,
+    Forked,
+    LifeEvent,
+    LifeRecords,
+    Lost,
+    Mapped,
+    Named,
+)
 from aiflame.agent.processes import lives as lives_module
 from aiflame.agent.processes.lives import Life, Lives
 from aiflame.agent.processes.procfs import MapsLine
+from life_records import records
 
 
 class _Told:
@@ -19,10 +28,10 @@ class _Told:
         self.events = [*events]
         self.reads = 0
 
-    def read(self) -> tuple[list[LifeEvent], int]:
+    def read(self) -> tuple[LifeRecords, int]:
         self.reads += 1
         events, self.events = self.events, []
-        return events, max((event.ns for event in events), default=0) + 1
+        return records(events), max((event.ns for event in events), default=0) + 1
 
 
 def _mapped(ns: int, pid: int, start: int, path: str, inode: int = 7, size: int = 0x1000) -> Mapped:
@@ -122,9 +131,9 @@ def test_it_keeps_up_a_few_times_a_second(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(lives_module.time, "monotonic_ns", lambda: now_ns[0])
     reads = []
 
-    def read() -> tuple[list[LifeEvent], int]:
+    def read() -> tuple[LifeRecords, int]:
         reads.append(now_ns[0])
-        return [], now_ns[0]
+        return records([]), now_ns[0]
 
     lives = Lives(read)
     for _ in range(1000):
@@ -243,3 +252,51 @@ def test_a_process_that_calls_exec_over_and_over() -> None:
     assert (found := lives.find(41, 2000)) is not None
     assert found.name == "n999"
     assert lives.find(41, 900) is None
+
+
+def _anything(dice: random.Random, pids: range, count: int) -> list[LifeEvent]:
+    """Returns events of few pids, which come again, also in an order that makes no sense."""
+    found: list[LifeEvent] = []
+    for ns in range(10, 10 + count):
+        pid, parent_pid = dice.sample(pids, 2)
+        path = f"/lib/{dice.randrange(9)}"
+        choices: tuple[LifeEvent, ...] = (
+            Forked(ns, pid, parent_pid),
+            _exec(ns, pid, f"name-{ns}"),
+            Named(ns, pid, f"own-{ns}", is_exec=False),
+            _mapped(ns, pid, dice.randrange(1, 9) << 12, path, size=dice.randrange(1, 4) << 12),
+            _mapped(ns, pid, dice.randrange(1, 9) << 12, path),
+            Ended(ns, pid),
+            Lost(ns, 1),
+        )
+        found.append(dice.choices(choices, (3, 4, 1, 4, 4, 3, 0.1))[0])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_read_together_is_what_is_read_one_by_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dice = random.Random(seed)
+    monkeypatch.setattr(lives_module, "_MAX_ENDED", dice.choice([0, 2, 50]))
+    pids = range(40, 40 + dice.choice([4, 6, 12]))
+    events = _anything(dice, pids, 300)
+    told, told_singly = _Told(), _Told()
+    together, singly = Lives(told.read), Lives(told_singly.read)
+    if dice.random() < 0.3:
+        together.follow_only([40, 41])
+        singly.follow_only([40, 41])
+    while events:
+        some = dice.randrange(1, 60)
+        now, events = events[:some], events[some:]
+        for event in now:
+            told_singly.events.append(event)
+            singly.update(event.ns)
+        told.events += now
+        together.update(now[-1].ns)
+        for pid in dice.sample(pids, 2):
+            ns = dice.randrange(now[-1].ns + 1)
+            assert together.find(pid, ns) == singly.find(pid, ns)
+    assert together.lost == singly.lost
+    for pid in pids:
+        assert together.find(pid, 1 << 40) == singly.find(pid, 1 << 40)

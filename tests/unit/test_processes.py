@@ -15,7 +15,15 @@ import numpy as np
 import pytest
 from aiflame.agent import kernelfs
 from aiflame.agent.inspector.inspector import Inspector
-from aiflame.agent.kernel.life_events import Ended, Forked, LifeEvent, Lost, Mapped, Named
+from aiflame.agent.kernel.life_events import (
+    Ended,
+    Forked,
+    LifeEvent,
+    LifeRecords,
+    Lost,
+    Mapped,
+    Named,
+)
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.identity import CgroupPaths
 from aiflame.agent.processes.lives import Lives
@@ -27,6 +35,7 @@ from aiflame.agent.processes.table import (
     ProcessTable,
     ThreadInfo,
 )
+from life_records import records
 from support import blind_inspector
 
 _LIB, _OTHER = 1, 2
@@ -343,9 +352,9 @@ class _Told:
             fields = (line.start, line.end, line.offset, line.device, line.inode, line.path)
             self.events.append(Mapped(ns, pid, *fields))
 
-    def read(self) -> tuple[list[LifeEvent], int]:
+    def read(self) -> tuple[LifeRecords, int]:
         events, self.events = self.events, []
-        return events, 0
+        return records(events), 0
 
 
 @pytest.fixture
