@@ -49,6 +49,7 @@ class Got:
     period_type: str  # "type:unit", "" for none
     period: int
     time_ns: int
+    duration_ns: int
     attributes: dict[str, str | int]
     samples: tuple[tuple[Stack, dict[str, str | int], int], ...]
     types: frozenset[str]  # of frames
@@ -283,6 +284,7 @@ class _Checked:
             period_type,
             profile.period,
             profile.time_unix_nano,
+            profile.duration_nano,
             self._attributes(profile.attribute_indices),
             tuple(samples),
             frozenset(types),

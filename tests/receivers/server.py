@@ -42,8 +42,10 @@ class Server:
 
 
 @contextmanager
-def serving(receiver: Receiver, tls: ssl.SSLContext | None = None) -> Iterator[Server]:
-    """Runs a receiver."""
+def serving(
+    receiver: Receiver, tls: ssl.SSLContext | None = None, port: int = 0
+) -> Iterator[Server]:
+    """Runs a receiver; at a port that is free where none is said."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -75,7 +77,7 @@ def serving(receiver: Receiver, tls: ssl.SSLContext | None = None) -> Iterator[S
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as httpd:
         httpd.daemon_threads = True
         if tls is not None:
             httpd.socket = tls.wrap_socket(httpd.socket, server_side=True)
