@@ -104,7 +104,8 @@ _PATIENCE_S = 120.0
 _BETWEEN_S = 5.0
 
 
-def _role(pid: int, agent: int) -> str:
+def role_of(pid: int, agent: int) -> str:
+    """Returns what a process of an agent is there for, given the pid of its collector."""
     if pid == agent:
         return "collector"
     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -112,7 +113,7 @@ def _role(pid: int, agent: int) -> str:
     return module.decode().removeprefix("aiflame.agent.") or "others"
 
 
-class _Agent:
+class Agent:
     """An agent that runs until the block ends."""
 
     def __init__(self, program: str, options: Sequence[str], folder: Path) -> None:
@@ -131,7 +132,7 @@ class _Agent:
         found: defaultdict[str, int] = defaultdict(int)
         for each in family(self.process.pid):
             with suppress(FileNotFoundError, ProcessLookupError):  # its parent has its time
-                found[_role(int(each.name), self.process.pid)] += cpu_ns(each)
+                found[role_of(int(each.name), self.process.pid)] += cpu_ns(each)
         return found
 
     def memory(self) -> dict[str, int]:
@@ -140,7 +141,7 @@ class _Agent:
         for each in family(self.process.pid):
             with suppress(FileNotFoundError, ProcessLookupError):
                 lines = (each / "smaps_rollup").read_text().splitlines()
-                role = _role(int(each.name), self.process.pid)
+                role = role_of(int(each.name), self.process.pid)
                 found[role] += sum(int(x.split()[1]) * 1024 for x in lines if x.startswith("Pss:"))
         return found
 
@@ -167,7 +168,7 @@ def _forks() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("processes"))
 
 
-def _watch(agents: Sequence[_Agent], seconds: float) -> None:
+def _watch(agents: Sequence[Agent], seconds: float) -> None:
     """Prints what they take for so long."""
     before = [(agent.times(), agent.programs_ns()) for agent in agents]
     began_s, idle_s, forks = time.monotonic(), _idle_s(), _forks()
@@ -211,7 +212,7 @@ def main() -> None:
         agents = []
         for program in arguments.programs:
             folder = Path(parts.enter_context(tempfile.TemporaryDirectory()))
-            agents.append(_Agent(program, arguments.options.split(), folder))
+            agents.append(Agent(program, arguments.options.split(), folder))
             parts.callback(agents[-1].end)
         time.sleep(arguments.warm)
         _watch(agents, arguments.seconds)
