@@ -7,7 +7,7 @@ against reuse of the address.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,8 +27,7 @@ _CLEANUP_NAME = "__init__"
 _NO_FRAME = SourceFrame("", "", 0, False)
 _GONE = SourceFrame("[exited before its name could be read]", "", 0, False)
 
-# Lines of a process that are kept, some MB where code is made all the time; code objects likewise.
-_KEPT_LINES = 1 << 14
+# Code objects of a process that are kept, some MB where code is made all the time.
 _KEPT_IDS = 1 << 14
 
 # Addresses of user space have 47 bits. What is above them counts changes, and begins anew after
@@ -47,9 +46,8 @@ class ProcessCode:
         parents_reader: Reads those of the process that it was forked from, which has the same at
             the same addresses; None where it was not forked.
         has_exited: The process is gone, or may not be read any more.
-        lines: By id of the code object, which is kept with it so that no other can get it, and
-            position.
-        found: By address, what was last found there, and under which number windows know it.
+        found: By address, what was last found there; the oldest first.
+        numbers: By address, under which number windows know it, where that is not the address.
         changes: How often something else was found at an address, or an address forgotten.
     """
 
@@ -57,10 +55,8 @@ class ProcessCode:
     reader: CodeReader
     parents_reader: CodeReader | None = None
     has_exited: bool = False
-    lines: OrderedDict[tuple[int, int], tuple[Code, SourceFrame]] = field(
-        default_factory=OrderedDict
-    )
-    found: OrderedDict[int, tuple[Code | SourceFrame, int]] = field(default_factory=OrderedDict)
+    found: dict[int, Code | SourceFrame] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
     changes: int = 0
 
     def number(self, address: int, found: Code | SourceFrame) -> int:
@@ -70,15 +66,17 @@ class ProcessCode:
         modules are freed after the import, and others get their addresses.
         """
         known = self.found.get(address)
-        if known is not None and known[0] is found:
-            return known[1]
-        self.changes += known is not None
-        number = address + self.changes * _CHANGE & _ID_MASK
-        self.found[address] = (found, number)
-        if len(self.found) > _KEPT_IDS:
-            self.found.popitem(last=False)
-            self.changes += 1
-        return number
+        if known is not found:
+            self.changes += known is not None
+            self.found[address] = found
+            if self.changes:
+                self.numbers[address] = address + self.changes * _CHANGE & _ID_MASK
+            if len(self.found) > _KEPT_IDS:
+                oldest = next(iter(self.found))
+                del self.found[oldest]
+                self.numbers.pop(oldest, None)
+                self.changes += 1
+        return self.numbers.get(address, address)
 
 
 def _read(code: ProcessCode, addresses: Sequence[int]) -> Sequence[Code | None]:
@@ -91,6 +89,16 @@ def _read(code: ProcessCode, addresses: Sequence[int]) -> Sequence[Code | None]:
             return ()
         code.reader, code.parents_reader = code.parents_reader, None
     return _read(code, addresses)
+
+
+def _source(code: ProcessCode, found: Code | SourceFrame, position: int) -> tuple[SourceFrame, int]:
+    """Returns what a frame is called, "" for no frame, and its function's first line."""
+    if isinstance(found, SourceFrame):
+        return found, 0
+    if found.name == found.filename == _CLEANUP_NAME:
+        return _NO_FRAME, 0
+    line = code.reader.line(found, position)  # which are kept there
+    return SourceFrame(found.qualname, found.filename, line, False), max(found.first_line, 0)
 
 
 class PythonFacts:
@@ -137,7 +145,7 @@ class PythonFacts:
     def _told_as(self, code: ProcessCode, frame: PythonFrame) -> PythonFrame:
         found = self._found(code, frame.code_address)
         number = code.number(frame.code_address, found)
-        source, first_line = self._source(code, found, frame.position)
+        source, first_line = _source(code, found, frame.position)
         process, text = code.process, self._window.text
         row = (process, number, text(source.name), text(source.file), first_line)
         self._told["code_objects"][row] = None
@@ -157,23 +165,6 @@ class PythonFacts:
             self._losses[LossKind.PYTHON_CODE_GONE] += 1
             return UNREADABLE_FRAME
         return found
-
-    def _source(
-        self, code: ProcessCode, found: Code | SourceFrame, position: int
-    ) -> tuple[SourceFrame, int]:
-        """Returns what a frame is called, "" for no frame, and its function's first line."""
-        if isinstance(found, SourceFrame):
-            return found, 0
-        if found.name == found.filename == _CLEANUP_NAME:
-            return _NO_FRAME, 0
-        known = code.lines.get((id(found), position))
-        if known is None:
-            line = code.reader.line(found, position)
-            source = SourceFrame(found.qualname, found.filename, line, False)
-            known = code.lines[(id(found), position)] = (found, source)
-            if len(code.lines) > _KEPT_LINES:
-                code.lines.popitem(last=False)
-        return known[1], max(found.first_line, 0)
 
     def tell_chain(
         self, chain: int, process: int, frames: Sequence[PythonFrame], end: abi.PythonEnd

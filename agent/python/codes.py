@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from aiflame.agent.python.layouts import ABSENT, Layout
 from aiflame.agent.python.lines import NO_LINE, line_of
@@ -33,6 +34,8 @@ UNREADABLE_FRAME = SourceFrame("[unreadable Python frame]", "", 0, False)
 
 # A large program has some 50,000 code objects, of which a tenth is seen to run; 500 bytes each.
 MAX_CACHED = 1 << 14
+# Of all processes: those that were forked from one have the same, at the same addresses; 2 MB.
+_MAX_SHARED = 1 << 12
 # Of a string's characters, whatever it says its length is; one more, so that the cut shows.
 _MAX_CHARS = MAX_NAME_CHARS + 1
 # A table is walked from its start for each line; hot code asks for the same few lines again.
@@ -58,6 +61,18 @@ class Code:
     line_table: bytes
 
 
+class _Known(NamedTuple):
+    """What was read, and what the object itself held then."""
+
+    fingerprint: bytes
+    code: Code
+
+
+# Of equal ones all processes have the same.
+_shared_code = functools.lru_cache(maxsize=_MAX_SHARED)(Code)
+_shared_known = functools.lru_cache(maxsize=_MAX_SHARED)(_Known)
+
+
 class CodeReader:
     """Reads the code objects of one process.
 
@@ -74,7 +89,7 @@ class CodeReader:
     def __init__(self, memory: BatchMemory, layout: Layout) -> None:
         self._memory = memory
         self._layout = layout
-        self._cache: OrderedDict[int, tuple[bytes, Code]] = OrderedDict()
+        self._cache: dict[int, _Known] = {}  # the oldest first
         pointers = (
             layout.code_filename,
             layout.code_name,
@@ -102,16 +117,16 @@ class CodeReader:
         fingerprint = self._fingerprint(head)
         cached = self._cache.get(address)
         if cached is not None:
-            if cached[0] == fingerprint:
-                return cached[1]
+            if cached.fingerprint == fingerprint:
+                return cached.code
             self.drops["address_reused"] += 1
         code = yield from self._contents(head)
         if code is None:
             self._cache.pop(address, None)
             return None
-        self._cache[address] = (fingerprint, code)
+        self._cache[address] = _shared_known(fingerprint, code)
         if len(self._cache) > MAX_CACHED:
-            self._cache.popitem(last=False)
+            del self._cache[next(iter(self._cache))]
             self.drops["cache_full"] += 1
         return code
 
@@ -138,7 +153,7 @@ class CodeReader:
             return None
         first_line = max(0, struct.unpack_from("<i", head, at.code_first_line)[0])
         table = yield from self._bytes(_word(head, at.code_line_table))
-        return Code(name, qualname, filename, first_line, table)
+        return _shared_code(name, qualname, filename, first_line, table)
 
     def _string(self, address: int) -> Reading[str | None]:
         """A str object, cut and cleaned; None where that is none."""
