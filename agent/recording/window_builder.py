@@ -14,7 +14,7 @@ Facts of what is gone are dropped by `forget`.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +115,9 @@ class WindowBuilder:
         self._texts: dict[str, int] = {"": 0}
         self._facts: dict[str, Rows] = {name: np.zeros(0, COLUMNS[name].dtype) for name in _FACTS}
         self._new_facts: dict[str, list[Rows]] = {name: [] for name in _FACTS}
-        # By id, a row and its parts; those that were mentioned last are at the end.
-        self._kept: dict[str, OrderedDict[int, tuple[bytes, bytes]]] = {
+        # By id, a row with its parts after it, as one object, since there are many; those that were
+        # mentioned last are at the end.
+        self._kept: dict[str, OrderedDict[int, bytes]] = {
             name: OrderedDict() for name in _WITH_PARTS
         }
         self._looked_through_ns = 0
@@ -169,7 +170,7 @@ class WindowBuilder:
         for at, (number, first, count) in enumerate(
             zip(rows[key].tolist(), firsts, counts, strict=True)
         ):
-            kept[number] = (rows[at].tobytes(), parts[first : first + count].tobytes())
+            kept[number] = rows[at].tobytes() + parts[first : first + count].tobytes()
             kept.move_to_end(number)
             if is_late:
                 self._late[column].add(number)
@@ -209,8 +210,8 @@ class WindowBuilder:
         kept = self._kept["stacks"].get(stack)
         if kept is None:
             return None
-        row = np.frombuffer(kept[0], COLUMNS["stacks"].dtype)[0]
-        return row, np.frombuffer(kept[1], "<u8")
+        dtype = COLUMNS["stacks"].dtype
+        return _row_in("stacks", kept), np.frombuffer(kept, "<u8", offset=dtype.itemsize)
 
     def user_addresses(self, stack: int) -> npt.NDArray[np.uint64]:
         """Returns the user half of a stack; as OpenWindow.user_addresses says."""
@@ -384,7 +385,7 @@ class WindowBuilder:
         late = {
             number: NONE
             for number in self._late[column]
-            if number in kept and _process_in(column, kept[number]) in processes
+            if number in kept and int(_row_in(column, kept[number])["process"]) in processes
         }
         self._late[column].clear()
         return late
@@ -392,17 +393,18 @@ class WindowBuilder:
     def _from_kept(self, column: str, owners: dict[int, int]) -> tuple[Rows, Rows]:
         """Returns kept rows by id, each with its process, should it not be there any more."""
         layout, kept = COLUMNS[column], self._kept[column]
+        size = layout.dtype.itemsize
         processes = self._process_numbers()
         found, parts = [], []
         for number, process in owners.items():
             content = kept.get(number)
-            if content is None or _process_in(column, content) not in processes:
-                content = (_lost(column, number, process), b"")
+            if content is None or int(_row_in(column, content)["process"]) not in processes:
+                content = _lost(column, number, process)
                 self.lose(_LOST[column], 1)
             else:
                 kept.move_to_end(number)
-            found.append(content[0])
-            parts.append(content[1])
+            found.append(content[:size])
+            parts.append(content[size:])
         rows = np.frombuffer(b"".join(found), layout.dtype).copy()
         count = lengths(column, rows)
         rows["first"] = np.cumsum(count) - count
@@ -501,7 +503,7 @@ class WindowBuilder:
         """Drops kept stacks and chains that windows would only show as lost."""
         there = self._facts["processes"]["process"]
         for column, kept in self._kept.items():
-            rows = np.frombuffer(b"".join(row for row, _ in kept.values()), COLUMNS[column].dtype)
+            rows = _rows_in(column, kept.values())
             is_gone = ~np.isin(rows["process"], there)
             for number in rows[COLUMNS[column].key[0]][is_gone].tolist():
                 del kept[number]
@@ -511,8 +513,9 @@ class WindowBuilder:
         if sum(len(self._facts[name]) for name in _OF_CODE) <= self._most_code_rows:
             return
         kept = self._kept["chains"].values()
-        chains = np.frombuffer(b"".join(row for row, _ in kept), COLUMNS["chains"].dtype)
-        frames = np.frombuffer(b"".join(parts for _, parts in kept), COLUMNS["chain_frames"].dtype)
+        chains, size = _rows_in("chains", kept), COLUMNS["chains"].dtype.itemsize
+        parts = b"".join(content[size:] for content in kept)
+        frames = np.frombuffer(parts, COLUMNS["chain_frames"].dtype)
         columns = {"chains": chains, "chain_frames": frames}
         for name in _OF_CODE:
             rows = self._facts[name]
@@ -551,10 +554,16 @@ def _with_changed(known: Rows, changed: Rows, column: Column) -> Rows:
     return np.concatenate([known[~is_old], changed])
 
 
-def _process_in(column: str, content: tuple[bytes, bytes]) -> int:
-    """Returns the process of a kept row."""
-    row = np.frombuffer(content[0], COLUMNS[column].dtype)[0]
-    return int(row["process"])
+def _row_in(column: str, content: bytes) -> np.void:
+    """Returns the row of what is kept of a stack or a chain."""
+    row: np.void = np.frombuffer(content, COLUMNS[column].dtype, 1)[0]
+    return row
+
+
+def _rows_in(column: str, kept: Iterable[bytes]) -> Rows:
+    """Returns those of many."""
+    dtype = COLUMNS[column].dtype
+    return np.frombuffer(b"".join(content[: dtype.itemsize] for content in kept), dtype)
 
 
 def _code_keys(name: str, processes: npt.NDArray[np.uint32], rows: Rows) -> npt.NDArray[np.uint64]:
