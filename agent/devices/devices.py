@@ -381,7 +381,7 @@ class Devices:
         self._cpu_period_ns = cpu_period_ns
         self._idle = [*families]
         self._libraries = {family.name: _libraries_of(family) for family in families}
-        self._considered: dict[int, list[Mapping]] = {}  # by index of the image
+        self._considered: dict[int, Sequence[Mapping]] = {}  # by index of the image
         self._running: list[_FamilyHost] = []
         self._owners: dict[int, _FamilyHost | None] = {}
         self._codes: dict[tuple[str, CodeKey], int] = {}

@@ -46,7 +46,7 @@ _ROW_OF = ("call", "stack", "kind", "tgid", "image", "tid", "kernel")
 class _FoundFunction(NamedTuple):
     """Where a process has a function, as long as these are its mappings and so many are probed."""
 
-    mappings: list[Mapping]
+    mappings: Sequence[Mapping]
     probed: int
     address: int
     size_bytes: int

@@ -9,10 +9,12 @@ replaced stay where newer ones do not cover them: old samples still mean the old
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +55,10 @@ _PID_BITS = 22
 # A command in a pipe is a child of a shell's child, of which there may have been no sample.
 _MAX_GENERATIONS = 4
 
+# Layouts that came last, whose equals are looked for among them: a host has some hundred kinds of
+# processes. Larger ones are few; together at most 5 MB.
+_MAX_SHARED, _MAX_SHARED_MAPPINGS = 256, 64
+
 
 class Mapping(NamedTuple):
     """[start, end) of a process shows `binary` from `file_offset` on; NO_BINARY: JIT memory."""
@@ -63,10 +69,31 @@ class Mapping(NamedTuple):
     binary: int
 
 
-def _ranges_of(mappings: Sequence[Mapping]) -> Disjoint:
-    starts = np.array([mapping.start for mapping in mappings], np.uint64)
-    ends = np.array([mapping.end for mapping in mappings], np.uint64)
-    return Disjoint(starts, ends, np.arange(len(mappings)))
+_Layout: TypeAlias = tuple[Mapping, ...]
+_T = TypeVar("_T")
+
+
+def _once_for_equal(make: Callable[[_Layout], _T]) -> Callable[[_Layout], _T]:
+    """Has one result made of equal layouts: processes that were forked from one have the same."""
+    made = functools.lru_cache(maxsize=_MAX_SHARED)(make)
+    return lambda layout: (made if len(layout) <= _MAX_SHARED_MAPPINGS else make)(layout)
+
+
+@_once_for_equal
+def _shared(layout: _Layout) -> _Layout:
+    return layout
+
+
+@_once_for_equal
+def _binaries_of(layout: _Layout) -> npt.NDArray[np.int64]:
+    return np.array([mapping.binary for mapping in layout], np.int64)
+
+
+@_once_for_equal
+def _ranges_of(layout: _Layout) -> Disjoint:
+    starts = np.array([mapping.start for mapping in layout], np.uint64)
+    ends = np.array([mapping.end for mapping in layout], np.uint64)
+    return Disjoint(starts, ends, np.arange(len(layout)))
 
 
 @dataclass(slots=True)
@@ -97,7 +124,7 @@ class ProcessImage:
     fruitless_reads: int = 0
     reads_to_skip: int = 0
     times_seen: int = 0
-    laid: list[Mapping] = field(default_factory=list)
+    laid: _Layout = ()
     lays: Callable[[], object] | None = None
     # Made when they are asked for: nobody looks an address up in most short-lived processes.
     _known_ranges: Disjoint | None = None
@@ -106,7 +133,7 @@ class ProcessImage:
     python_names: dict[int, str] = field(default_factory=dict)  # of its threads, by tid
 
     @property
-    def mappings(self) -> list[Mapping]:
+    def mappings(self) -> _Layout:
         """What is mapped, disjoint and in address order."""
         if self.lays is not None:
             lays, self.lays = self.lays, None
@@ -132,7 +159,7 @@ class ProcessImage:
     def binaries_at(self, found: npt.NDArray[np.int64]) -> list[int]:
         """Returns the binaries of mappings that `find` found, one for each address in a file."""
         if self._known_binaries is None:
-            self._known_binaries = np.array([m.binary for m in self.laid], np.int64)
+            self._known_binaries = _binaries_of(self.laid)
         binaries = self._known_binaries[found[found >= 0]]
         known: list[int] = binaries[binaries != NO_BINARY].tolist()
         return known
@@ -142,7 +169,7 @@ class ProcessImage:
         """Who pays for what it takes of what all processes share."""
         return payer_of(self.cgroup, self.owner_uid)
 
-    def replace_mappings(self, found: list[Mapping]) -> bool:
+    def replace_mappings(self, found: Collection[Mapping]) -> bool:
         """Lays what was found over what is known; returns whether any of it was new.
 
         Known mappings, or parts of them, that nothing found covers stay.
@@ -154,13 +181,13 @@ class ProcessImage:
         self._known_ranges = self._known_binaries = None
         self.makes_code = any(mapping.binary == NO_BINARY for mapping in fresh | known)
         if known <= fresh:  # as of most: they are read or told once
-            self.laid = sorted(fresh)
+            self.laid = _shared(tuple(sorted(fresh)))
             return True
         gone = IntervalTree.from_tuples((m.start, m.end, m) for m in known - fresh)
         for mapping in fresh - known:
             if gone.overlaps(mapping.start, mapping.end):
                 gone.chop(mapping.start, mapping.end)
-        self.laid = sorted(fresh | {_remainder(interval) for interval in gone})
+        self.laid = _shared(tuple(sorted(fresh | {_remainder(interval) for interval in gone})))
         return True
 
 
@@ -522,7 +549,10 @@ class ProcessTable:
         return entered
 
     def _identify(self, image: ProcessImage, name: str, cgroup_id: int) -> None:
-        """Finds out who a process image is: by /proc, or by what was told if it is over."""
+        """Finds out who a process image is: by /proc, or by what was told if it is over.
+
+        Words that many have are kept once.
+        """
         pid = image.pid
         arguments, is_whole = self._arguments.pop((pid, image.image), (b"", False))
         image.command_line = procfs.joined_arguments(arguments)
@@ -538,9 +568,9 @@ class ProcessTable:
             # It is gone, or has become another program by exec.
             self._inherit(image, name, cgroup_id)
             return
-        image.name = name or name_now or f"pid {pid}"
-        image.cgroup, image.executable = cgroup, executable
-        image.command_line = command_line or image.command_line
+        image.name = sys.intern(name or name_now or f"pid {pid}")
+        image.cgroup, image.executable = sys.intern(cgroup), sys.intern(executable)
+        image.command_line = sys.intern(command_line or image.command_line)
         image.parent_pid = image.parent_pid or status.parent_pid
         image.namespaced_pid, image.owner_uid = status.namespaced_pid, status.owner_uid
         image.root = self.binaries.root_of(pid, image.payer)
@@ -669,7 +699,7 @@ class ProcessTable:
             found.append(Mapping(line.start, line.end, line.offset, binary))
         return self._lay(image, found)
 
-    def _lay(self, image: ProcessImage, found: list[Mapping]) -> bool:
+    def _lay(self, image: ProcessImage, found: Collection[Mapping]) -> bool:
         image.was_read = image.was_read or bool(found)
         is_new = image.replace_mappings(found)
         if is_new:
@@ -722,7 +752,7 @@ class ProcessTable:
             name = "" if image.is_over else procfs.comm(image.pid, tid)
             if tid == image.pid and not self._is_shown(image):
                 name = ""  # of the program that it became by exec
-            name = name or image.name
+            name = sys.intern(name) or image.name
             known = threads[tid] = ThreadInfo(self._next_thread, image, tid, name)
             known.python_name = image.python_names.get(tid, "")
             self._next_thread += 1

@@ -10,6 +10,7 @@ Not here: where registers and memory come from, and whether they are of one mome
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -135,7 +136,9 @@ class _Rules:
 class _ProcessWalker:
     """Walks stacks of one process while its mappings are these."""
 
-    def __init__(self, known: list[Mapping], mappings: list[walk.Mapping], max_frames: int) -> None:
+    def __init__(
+        self, known: Sequence[Mapping], mappings: list[walk.Mapping], max_frames: int
+    ) -> None:
         self.known = known
         self._memory: WalkMemory | None = None
         self._code: dict[int, bytes] = {}  # pages
@@ -216,7 +219,7 @@ class StackWalker:
 
     def _walker_of(self, image: ProcessImage) -> _ProcessWalker:
         walker = self._walkers.get(image.index)
-        # The list is never changed, only replaced by another.
+        # They are never changed, only replaced by others.
         if walker is None or walker.known is not image.mappings:
             mappings = [self._mapping(mapping) for mapping in image.mappings]
             walker = _ProcessWalker(image.mappings, mappings, self._max_frames)

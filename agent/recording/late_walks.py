@@ -71,7 +71,7 @@ class _Copy:
     begin: WalkBegin
     memory: bytes
     came_ns: int
-    mappings: list[Mapping] | None = None
+    mappings: Sequence[Mapping] | None = None
     lacks: frozenset[int] = frozenset()
     walked: WalkedThread | None = None
 

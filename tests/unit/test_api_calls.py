@@ -31,7 +31,7 @@ _LIBRARY, _OTHER, _SLOT = 3, 4, 0
 _FUNCTION_OFFSET, _FUNCTION_BYTES = 0x500, 64
 
 
-class _Mappings(list[Mapping]):
+class _Mappings(tuple[Mapping, ...]):
     """Counts how often it is gone through."""
 
     passes = 0

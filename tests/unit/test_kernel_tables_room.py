@@ -221,7 +221,7 @@ class _Files:
     def map(self, *binaries: int, pid: int = 2, cgroup: str = "") -> None:
         image = self._processes.image(pid, 1, name="program")
         image.cgroup = cgroup
-        image.laid = []
+        image.laid = ()
         image.replace_mappings([Mapping(4096 * b, 4096 * b + 64, 0, b) for b in binaries])
         self.tables.push(image)
         self.tables.poll()

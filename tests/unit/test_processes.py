@@ -93,7 +93,7 @@ _KNOWN = (Mapping(0x1000, 0x5000, 0, _LIB), Mapping(0x8000, 0x9000, 0, _LIB))
 def test_what_is_known_is_nothing_new(found: list[Mapping]) -> None:
     image = _image(*_KNOWN)
     assert not image.replace_mappings(found)
-    assert image.mappings == list(_KNOWN)
+    assert image.mappings == _KNOWN
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_new_mappings_lie_over_old_ones_which_stay_elsewhere(
 ) -> None:
     image = _image(*_KNOWN)
     assert image.replace_mappings([found])
-    assert image.mappings == mappings
+    assert image.mappings == tuple(mappings)
     # and what is there now is found, which a second look does not change
     assert _at(image, found.start) == [(found.binary, found.file_offset)]
     assert not image.replace_mappings([found])
@@ -154,7 +154,7 @@ def test_a_library_that_comes_back_to_where_another_was() -> None:
     image = _image(first)
     for mapping in (second, first):
         assert image.replace_mappings([mapping])
-        assert image.mappings == [mapping]
+        assert image.mappings == (mapping,)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -217,7 +217,7 @@ def _mapped(start: int) -> Mapping:
 def test_a_process_is_read_when_it_is_first_seen(machine: _Machine, table: ProcessTable) -> None:
     machine.maps = [_jit(0x1000)]
     image = table.seen(41, 5, 1, "server", 1_500)
-    assert image.mappings == [_mapped(0x1000)]
+    assert image.mappings == (_mapped(0x1000),)
     assert (image.pid, image.name, image.parent_pid, image.started_ns) == (41, "server", 1, 1_500)
     assert image.was_read
     assert table.image(41, 5) is image
@@ -235,11 +235,11 @@ def test_mappings_of_another_image_are_not_taken(machine: _Machine, table: Proce
         machine.maps = [_jit(0x1000)]
         image = table.seen(41, 5, 1, "server", 1_500)
         # THEN what was read is not believed
-        assert image.mappings == []
+        assert image.mappings == ()
         assert not image.was_read
     # but it is for the image that is there now
     machine.image = 6
-    assert table.seen(41, 6, 1, "server", 1_500).mappings == [_mapped(0x1000)]
+    assert table.seen(41, 6, 1, "server", 1_500).mappings == (_mapped(0x1000),)
 
 
 def test_exec_makes_a_new_image_and_keeps_the_old_one(
@@ -250,8 +250,8 @@ def test_exec_makes_a_new_image_and_keeps_the_old_one(
     machine.image, machine.maps = 6, [_jit(0x2000)]
     table.seen(41, 6, 1, "python3", 1_600)
     assert [image.mappings for image in table.images.values()] == [
-        [_mapped(0x1000)],
-        [_mapped(0x2000)],
+        (_mapped(0x1000),),
+        (_mapped(0x2000),),
     ]
     assert table.image(41, 5) is before
     # The old one is gone, although its pid is not.
@@ -265,10 +265,10 @@ def test_a_short_lived_child_has_its_parents_mappings(
     table.seen(41, 5, 1, "server", 1_500)
     machine.image = None
     child = table.seen(42, 7, 41, "server", 1_600)
-    assert child.mappings == [_mapped(0x1000)]
+    assert child.mappings == (_mapped(0x1000),)
     assert child.pid == 42
     # unless it called exec: then it has another name
-    assert table.seen(43, 8, 41, "ls", 1_700).mappings == []
+    assert table.seen(43, 8, 41, "ls", 1_700).mappings == ()
 
 
 def _close_window(table: ProcessTable) -> tuple[list[ProcessImage], list[ThreadInfo]]:
@@ -326,7 +326,7 @@ def test_one_of_which_a_sample_comes_after_a_thread_has_ended_is_told_of(
     table.join(41, 5, 1, "worker", 0)
     machine.maps = [_jit(0x1000)]
     image = table.seen(41, 5, 1, "server", 1_500)
-    assert (image.pid, image.name, image.mappings) == (41, "server", [_mapped(0x1000)])
+    assert (image.pid, image.name, image.mappings) == (41, "server", (_mapped(0x1000),))
     _close_window(table)
     _close_window(table)
     assert table.image(41, 5) is image
@@ -451,16 +451,16 @@ def test_what_was_told_is_there_without_a_read_while_it_is_all(
     told.tell(Named(2, 41, "ls", is_exec=True))
     told.tell(Mapped(3, 41, 0x1000, 0x2000, 0, "00:00", 0, "//anon"))
     image = told_table.seen(41, 5, 1, "ls", 6)
-    assert image.mappings == [_mapped(0x1000)]
+    assert image.mappings == (_mapped(0x1000),)
     # The second time, once it has begun, it is all there.
     told.tell(Mapped(6, 41, 0x3000, 0x4000, 0, "00:00", 0, "//anon"))
     assert told_table.seen(41, 5, 1, "ls", 7) is image
-    assert image.mappings == [_mapped(0x1000), _mapped(0x3000)]
+    assert image.mappings == (_mapped(0x1000), _mapped(0x3000))
     assert machine.reads == 0
     # After that there is an address that nobody has told of: /proc shows what is mapped.
     machine.maps = [_jit(0x1000), _jit(0x5000)]
     told_table.seen(41, 5, 1, "ls", 8)
-    assert image.mappings == [_mapped(0x1000), _mapped(0x3000), _mapped(0x5000)]
+    assert image.mappings == (_mapped(0x1000), _mapped(0x3000), _mapped(0x5000))
     assert machine.reads == 1
 
 
@@ -479,7 +479,7 @@ def test_mappings_of_what_is_over_are_looked_at_when_a_stack_has_come(
     assert not told_table.take_remapped()
     # AND a stack of it finds them.
     assert image.find(np.array([0x1800, 0x5000], np.uint64)).tolist() == [0, -1]
-    assert image.mappings == [_mapped(0x1000)]
+    assert image.mappings == (_mapped(0x1000),)
     assert told_table.take_remapped() == [image]
 
 
@@ -534,7 +534,7 @@ def test_proc_shows_the_next_program_before_the_kernel_half_hears_of_it(
     machine.maps = _lines("/bin/next")
     told.tell(Named(6, 41, "next", is_exec=True))
     image = told_table.seen(41, 5, 40, "bash", 5)
-    assert (image.name, image.mappings) == ("bash", [])
+    assert (image.name, image.mappings) == ("bash", ())
 
 
 def test_a_child_of_a_child_of_which_there_was_no_sample(
@@ -584,7 +584,7 @@ def test_a_look_that_brings_something_ends_the_waiting(
     # WHEN code is really mapped, and seen executing
     machine.maps = [_jit(0x7000)]
     table.unknown_address(image, is_certain=True)
-    assert image.mappings == [_mapped(0x7000)]
+    assert image.mappings == (_mapped(0x7000),)
     # THEN the next doubtful addresses are looked for again at once
     before = machine.reads
     for _ in range(2):
