@@ -13,7 +13,7 @@ import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
@@ -125,19 +125,18 @@ class ProcessImage:
     reads_to_skip: int = 0
     times_seen: int = 0
     laid: _Layout = ()
-    lays: Callable[[], object] | None = None
+    lays: Callable[[ProcessImage], object] | None = None
     # Made when they are asked for: nobody looks an address up in most short-lived processes.
     _known_ranges: Disjoint | None = None
     _known_binaries: npt.NDArray[np.int64] | None = None
     makes_code: bool = False  # it has executable memory that is no file's
-    python_names: dict[int, str] = field(default_factory=dict)  # of its threads, by tid
 
     @property
     def mappings(self) -> _Layout:
         """What is mapped, disjoint and in address order."""
         if self.lays is not None:
             lays, self.lays = self.lays, None
-            lays()
+            lays(self)
         return self.laid
 
     @property
@@ -265,6 +264,7 @@ class ProcessTable:
         self._latest: dict[int, ProcessImage] = {}
         self._arguments: OrderedDict[tuple[int, int], tuple[bytes, bool]] = OrderedDict()
         self._threads: dict[int, dict[int, ThreadInfo]] = {}  # by index of the image, and tid
+        self._python_names: dict[int, dict[int, str]] = {}  # likewise
         self._next_image = self._next_thread = 0
         self._ended: list[ProcessImage] = []
         self._ended_threads: list[ThreadInfo] = []
@@ -339,6 +339,7 @@ class ProcessTable:
             self.images.pop(image.index, None)
             self._by_key.pop((image.pid, image.image), None)
             self._threads.pop(image.index, None)
+            self._python_names.pop(image.index, None)
             if self._latest.get(image.pid) is image:
                 del self._latest[image.pid]
         for thread in threads:
@@ -361,7 +362,9 @@ class ProcessTable:
 
         Threads are often entered later than they are named, at the end of a window.
         """
-        known = image.python_names
+        if not names:
+            return
+        known = self._python_names.setdefault(image.index, {})
         known.update(names)
         while len(known) > _MAX_PYTHON_NAMES:
             del known[next(iter(known))]
@@ -661,7 +664,8 @@ class ProcessTable:
         At once where a file is to be opened for it, which may be gone then.
         """
         if self._is_enough(life):
-            image.lays = lambda: self._map_as_told(image, life)
+            # Not of the image: thousands would wait for a search for cyclic garbage.
+            image.lays = functools.partial(self._map_as_told, life=life)
         else:
             self._map_as_told(image, life)
 
@@ -735,7 +739,8 @@ class ProcessTable:
     def thread_ended(self, thread: ThreadInfo) -> None:
         """Notes the end of a thread."""
         thread.has_ended = True
-        thread.image.python_names.pop(thread.tid, None)  # the next of that id is another
+        # The next of that id is another.
+        self._python_names.get(thread.image.index, {}).pop(thread.tid, None)
         self._ended_threads.append(thread)
 
     def known_thread(self, image: ProcessImage, tid: int) -> ThreadInfo | None:
@@ -754,7 +759,7 @@ class ProcessTable:
                 name = ""  # of the program that it became by exec
             name = sys.intern(name) or image.name
             known = threads[tid] = ThreadInfo(self._next_thread, image, tid, name)
-            known.python_name = image.python_names.get(tid, "")
+            known.python_name = self._python_names.get(image.index, {}).get(tid, "")
             self._next_thread += 1
             self._changed_threads[known.index] = known
         return known
