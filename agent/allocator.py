@@ -16,9 +16,11 @@ from collections.abc import Iterator
 # malloc.h, glibc 2.36.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
-# What maps are read into is larger, and mostly stays untouched: the kernel gives out zeroed pages,
-# while a block that was used before must be zeroed as a whole. Arrays of a window are smaller.
-_LARGE_BYTES = 1 << 20
+# As glibc begins with. What maps are read into is larger, and mostly stays untouched: the kernel
+# gives out zeroed pages, while a block that was used before must be zeroed as a whole. So are the
+# arrays of a window of thousands of threads: in the heap they would be scattered among what stays,
+# and keep as much memory resident between two windows as all of them have within one.
+_LARGE_BYTES = 1 << 17
 
 
 def map_large_blocks() -> None:

@@ -84,8 +84,11 @@ _WINDOW_NS = 5_000_000_000
 
 # How soon a naming process that ended is started again, so that one that cannot run is no flood.
 _RESTART_S = 10.0
-# How often what is old is removed, and what was freed goes back to the kernel.
+# How often what is old is removed.
 _TIDY_S = 60.0
+# How often what was freed goes back to the kernel: it is most once the stacks of all threads that
+# there were at the start have been walked.
+_GIVE_BACK_S = 10.0
 
 _NS_PER_S = 1_000_000_000
 
@@ -310,7 +313,7 @@ class _Agent:
         self._naming: NamingProcess | None = None
         self._restart_at_s = 0.0
         self._stretch: Stretch | None = None
-        self._tidied_s = time.monotonic()
+        self._tidied_s = self._gave_back_s = time.monotonic()
         self._told_thrift = 1
         self._said_devices: set[tuple[str, ...]] = set()
         self._windows_lost = 0
@@ -473,6 +476,9 @@ class _Agent:
             self._start_naming()
         if time.monotonic() - self._tidied_s >= _TIDY_S:
             self._tidy()
+        if time.monotonic() - self._gave_back_s >= _GIVE_BACK_S:
+            self._gave_back_s = time.monotonic()
+            give_back_freed_memory()
 
     def _hear(self, naming: NamingProcess) -> None:
         for report in naming.reports():
@@ -494,7 +500,7 @@ class _Agent:
             )
 
     def _tidy(self, *, room_only: bool = False) -> None:
-        """Removes what is old; gives back memory."""
+        """Removes what is old."""
         settings = self._config.agent
         current = None if self._stretch is None else self._stretch.folder
         keep_s = 0.0 if room_only else settings.keep
@@ -505,7 +511,6 @@ class _Agent:
             self._tidied_s = time.monotonic()
             if self._prepared is not None:
                 self._prepared.keep()
-            give_back_freed_memory()
             self._look_at_itself()
 
     def _look_at_itself(self) -> None:
