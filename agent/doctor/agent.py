@@ -25,9 +25,9 @@ from aiflame.agent.fleet.host_checks import (
     cgroup_namespace_note,
     require_host_pids,
 )
-from aiflame.agent.fleet.kubelet import KubeletError
 from aiflame.agent.fleet.labelling import kubelet_of
 from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.pods import KubeletError
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.stretches import Stretches
 from aiflame.agent.loopback import is_loopback

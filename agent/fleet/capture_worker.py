@@ -36,9 +36,9 @@ from aiflame.agent.fleet.capture_request import CaptureRequest, done, refusal, s
 from aiflame.agent.fleet.config import AgentSettings, config_of
 from aiflame.agent.fleet.flight_recorder import FlightRecorder, SeenProcesses
 from aiflame.agent.fleet.known_containers import kept
-from aiflame.agent.fleet.kubelet import KubeletError
 from aiflame.agent.fleet.labelling import kubelet_of, label_options
 from aiflame.agent.fleet.labels import Labeller, NoPods
+from aiflame.agent.fleet.pods import KubeletError
 from aiflame.agent.model.profile import LOSSES_FACT, OF_HOST, Process
 from aiflame.agent.model.window import Window
 from aiflame.agent.model.window_selection import of_processes

@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from aiflame.agent.fleet.kubelet import Pod, PodContainer
 from aiflame.agent.fleet.labels import Facts
+from aiflame.agent.fleet.pods import Pod, PodContainer
 from aiflame.agent.processes.container_names import EngineFacts
 
 _FILE = "containers.json"

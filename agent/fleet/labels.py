@@ -27,7 +27,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePath
 from typing import Protocol
 
-from aiflame.agent.fleet.kubelet import Pod, PodContainer, PodList, Tags
+from aiflame.agent.fleet.pods import Pod, PodContainer, PodList, Tags
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Process
 from aiflame.agent.processes.container_names import EngineFacts, facts_of

@@ -19,7 +19,8 @@ from aiflame.agent.doctor.rights import COSTS
 from aiflame.agent.errors import EnvironmentUnfit, UsageError
 from aiflame.agent.fleet import host_checks
 from aiflame.agent.fleet.host_checks import CgroupLayout
-from aiflame.agent.fleet.kubelet import Kubelet, KubeletError, PodList
+from aiflame.agent.fleet.kubelet import Kubelet
+from aiflame.agent.fleet.pods import KubeletError, PodList
 from aiflame.agent.rights import Capability
 from deployment import capabilities
 

@@ -17,14 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiflame.agent.fleet.kubelet import (
-    Kubelet,
-    KubeletError,
-    KubeletSettings,
-    PodList,
-    PodWatch,
-    parse_pods,
-)
+from aiflame.agent.fleet.kubelet import Kubelet, KubeletSettings, PodWatch
+from aiflame.agent.fleet.pods import KubeletError, PodList, parse_pods
 from hypothesis import given
 from hypothesis import strategies as st
 from support import wait_until

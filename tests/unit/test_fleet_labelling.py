@@ -14,9 +14,9 @@ from aiflame.agent.fleet.batches import batches_of
 from aiflame.agent.fleet.config import AgentConfig, load
 from aiflame.agent.fleet.host_checks import CgroupLayout
 from aiflame.agent.fleet.known_containers import keep, kept
-from aiflame.agent.fleet.kubelet import Pod, PodContainer, PodList
 from aiflame.agent.fleet.labelling import Labelling, LeftOut
 from aiflame.agent.fleet.labels import NoPods
+from aiflame.agent.fleet.pods import Pod, PodContainer, PodList
 from aiflame.agent.fleet.sinks import SINKS, sink_module
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.window import Window, rows_of

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from aiflame.agent.fleet.kubelet import Pod, PodContainer, PodList
 from aiflame.agent.fleet.labels import KEPT_S, Labeller, LabelOptions
+from aiflame.agent.fleet.pods import Pod, PodContainer, PodList
 from aiflame.agent.fleet.selection import Selection
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Process
