@@ -148,7 +148,7 @@ class Series:
         period_ns: What one sample stands for; 0 where a weight is no sample, or no time.
         stack: Index into the stacks of the tables, each at most once.
         value: ns of the times; a number of the launches and the device samples.
-        count: Of on-CPU time, how many samples; else as `value`.
+        count: Of on-CPU time, how many periods; else as `value`.
     """
 
     klass: PushedClass
@@ -299,8 +299,10 @@ class _Builder:
             if klass is SampleClass.BLOCKED and len(stack):
                 head = self._causes()[classify(profile)[stack]]
             period_ns = profile.recording.period_ns if klass is SampleClass.ON_CPU else 0
-            values = (samples[name][chosen] for name in ("ns", "count"))
-            yield _Weights(name, period_ns, stack, head, *values)
+            value = count = samples["ns"][chosen]
+            if period_ns:  # a sample may stand for several
+                count = (value + np.uint64(period_ns // 2)) // np.uint64(period_ns)
+            yield _Weights(name, period_ns, stack, head, value, count)
 
     def _causes(self) -> I64:
         is_gil = [cause is Cause.GIL for cause in Cause]

@@ -413,6 +413,16 @@ def test_what_is_split_often_adds_up(monkeypatch: pytest.MonkeyPatch, containers
     assert straight.stacks() == converted.weights() == as_pyroscope(collector)
 
 
+def test_samples_that_stand_for_several_are_as_much_time_everywhere() -> None:
+    # GIVEN 3 samples of one stack, of which one in four was taken
+    period_ns = RECORDING.period_ns
+    profile = profile_of(Sample("", 12 * period_ns, count=3, frames=("main",)))
+    # WHEN they are pushed
+    for way in all_ways([batch_of(profile)]):
+        # THEN they are the time that they stand for
+        assert [*way[CPU].values()] == [12 * period_ns]
+
+
 def test_one_sample_with_the_longest_names_fits_into_a_request() -> None:
     # GIVEN a stack of 1,500 frames with names of megabytes
     frames = tuple(f"{i}" + "\U0001f525" * 2_000 for i in range(1_500))
