@@ -16,11 +16,11 @@ import numpy.typing as npt
 from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.gpu import NONE, GpuProfile
 from aiflame.agent.model.profile import Profile, Stacks
+from aiflame.agent.sinks.pushed import ranges
 from aiflame.gpu.attribution import attribution_of
 from aiflame.gpu.attribution.kernel_times import attributed_times, measured_times
 
 I64 = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.void]
 
 
@@ -38,10 +38,11 @@ def batches_of(profile: Profile, labels: Sequence[Labels | None]) -> Iterator[Ba
     distinct = dict.fromkeys(one for one in labels if one is not None)
     parts = {one: number for number, one in enumerate(distinct)}
     part_of = np.array([-1 if one is None else parts[one] for one in labels], np.int64)
+    division = _Division(profile, part_of, len(parts))
+    recording = profile.recording
     for one, number in parts.items():
-        part = _part(profile, part_of == number)
-        if _is_anything(part):
-            recording = profile.recording
+        if division.is_anything(number):
+            part = division.part(number)
             yield Batch(one, part, recording.started_unix_ns, recording.duration_ns)
 
 
@@ -58,174 +59,215 @@ def _attributed(gpu: GpuProfile) -> GpuProfile:
     )
 
 
-def _is_anything(profile: Profile) -> bool:
-    gpu = profile.gpu
-    return any(map(len, (profile.samples, profile.waits, gpu.calls, gpu.samples, gpu.times)))
+class _Grouped:
+    """Which rows of a table are in each part: looked for once, since there may be 2,000 parts.
+
+    Args:
+        part_of: The part of each row, -1 for none.
+        parts: How many there are.
+    """
+
+    def __init__(self, part_of: I64, parts: int) -> None:
+        self._order: I64 = np.argsort(part_of, kind="stable")
+        self._bounds = np.searchsorted(part_of[self._order], np.arange(parts + 1)).tolist()
+
+    def rows(self, part: int) -> I64:
+        """Returns the rows of a part, in their order."""
+        return self._order[self._bounds[part] : self._bounds[part + 1]]
+
+    def count(self, part: int) -> int:
+        """Returns how many there are."""
+        return int(self._bounds[part + 1] - self._bounds[part])
 
 
 class _Kept:
     """Which rows of a table are kept, and their new numbers."""
 
-    def __init__(self, mask: Mask) -> None:
-        self.mask = mask
-        self.rows: I64 = np.flatnonzero(mask)
-        self._new = np.cumsum(mask) - 1
+    def __init__(self, rows: I64) -> None:
+        self.rows = rows  # in their order
 
     def pick(self, items: Sequence[Any]) -> tuple[Any, ...]:
         """Returns those of a tuple that are kept."""
         return tuple(items[row] for row in self.rows.tolist())
 
-    def number(self, old: int) -> int:
-        """Returns the new number of a row."""
-        return int(self._new[old])
+    def numbers(self, old: npt.NDArray[Any]) -> I64:
+        """Returns the new numbers of rows that are kept."""
+        return np.searchsorted(self.rows, old)
 
-    def number_of_any(self, old: int | None) -> int | None:
-        """Returns the new number of a row, where there is one."""
-        return None if old is None else self.number(old)
+    def numbers_of_any(self, old: Sequence[int | None]) -> Iterator[int | None]:
+        """Yields the new numbers of rows, where there are some."""
+        numbers = self.numbers(_column(old)).tolist()
+        return (None if row is None else new for row, new in zip(old, numbers, strict=True))
 
     def renumber(self, rows: Rows, field: str) -> None:
         """Puts new numbers into a column, which may say NONE."""
         column = rows[field]
         is_there = column != NONE
-        column[is_there] = self._new[column[is_there]]
+        column[is_there] = self.numbers(column[is_there])
 
 
-def _marked(count: int, *indexes: npt.NDArray[Any]) -> _Kept:
-    """Keeps those of so many rows that are mentioned."""
-    mask = np.zeros(count, np.bool_)
-    for index in indexes:
-        mask[index[index != NONE]] = True
-    return _Kept(mask)
+def _mentioned(*indexes: npt.NDArray[Any]) -> _Kept:
+    """Keeps those rows that are mentioned."""
+    found = np.unique(np.concatenate([index.astype(np.int64) for index in indexes]))
+    return _Kept(found[found != NONE])
 
 
 def _column(values: Sequence[int | None]) -> I64:
     return np.array([NONE if value is None else value for value in values], np.int64)
 
 
-def _part(profile: Profile, is_chosen: Mask) -> Profile:
-    """Returns what is of some processes."""
-    gpu = profile.gpu
-    of_threads = is_chosen[_column([thread.process for thread in profile.threads])]
-    threads = _Kept(of_threads)
-    process_of_kernel = _column([kernel.process for kernel in gpu.kernels])
-    own_kernels = is_chosen[process_of_kernel]
-    codes = _Kept(own_kernels[_column([code.kernel for code in gpu.codes])])
-    samples = _Kept(threads.mask[profile.samples["thread"]])
+class _Division:
+    """A profile that is being divided.
 
-    rows = {
-        "samples": profile.samples[samples.mask],
-        "waits": profile.waits[threads.mask[profile.waits["thread"]]],
-        "calls": gpu.calls[threads.mask[gpu.calls["thread"]]],
-        "events": gpu.events[threads.mask[gpu.events["thread"]]],
-        "launches": gpu.launches[threads.mask[gpu.launches["thread"]]],
-    }
-    device_samples, times = (
-        _Kept(codes.mask[gpu.samples["code"]]),
-        _Kept(own_kernels[gpu.times["kernel"]]),
-    )
-    on_device = {"samples": gpu.samples[device_samples.mask], "times": gpu.times[times.mask]}
-    attributed = _attributed_part(gpu.attributed, "sample", device_samples)
-    attributed_time = _attributed_part(gpu.attributed_times, "time", times)
-    found = [each for each in (attributed, attributed_time) if each is not None]
+    Args:
+        profile: Of all.
+        part_of: The part of each process, -1 for none.
+        parts: How many there are.
+    """
 
-    # A capture may say that a thread launched a kernel of another process.
-    of_calls = [rows[name]["kernel"] for name in ("calls", "events", "launches")]
-    kernels = _Kept(own_kernels | _marked(len(gpu.kernels), *of_calls).mask)
-    owners = _marked(len(profile.processes), process_of_kernel[kernels.rows])
-    processes = _Kept(is_chosen | owners.mask)
+    def __init__(self, profile: Profile, part_of: I64, parts: int) -> None:
+        gpu = profile.gpu
+        self._profile = profile
+        self._process_of_kernel = _column([kernel.process for kernel in gpu.kernels])
+        of_thread = part_of[_column([thread.process for thread in profile.threads])]
+        of_kernel = part_of[self._process_of_kernel]
+        of_code = of_kernel[_column([code.kernel for code in gpu.codes])]
+        of_sample = of_thread[profile.samples["thread"]]
+        of_device_sample, of_time = of_code[gpu.samples["code"]], of_kernel[gpu.times["kernel"]]
+        part_of_rows = {
+            "processes": part_of,
+            "threads": of_thread,
+            "samples": of_sample,
+            "spans": of_sample[profile.spans["sample"]],
+            "waits": of_thread[profile.waits["thread"]],
+            "kernels": of_kernel,
+            "codes": of_code,
+            "instructions": of_code[_column([one.code for one in gpu.instructions])],
+            "calls": of_thread[gpu.calls["thread"]],
+            "events": of_thread[gpu.events["thread"]],
+            "launches": of_thread[gpu.launches["thread"]],
+            "device samples": of_device_sample,
+            "times": of_time,
+        }
+        if gpu.attributed is not None:
+            part_of_rows["attributed"] = of_device_sample[gpu.attributed["sample"]]
+        if gpu.attributed_times is not None:
+            part_of_rows["attributed times"] = of_time[gpu.attributed_times["time"]]
+        self._grouped = {name: _Grouped(of, parts) for name, of in part_of_rows.items()}
 
-    mentioning = [*rows.values(), *on_device.values(), *found]
-    kept_stacks = _marked(len(profile.stacks), *(each["stack"] for each in mentioning))
-    for each in mentioning:
-        kept_stacks.renumber(each, "stack")
-    for each in rows.values():
-        threads.renumber(each, "thread")
-    for name in ("calls", "events", "launches"):
-        kernels.renumber(rows[name], "kernel")
-    codes.renumber(on_device["samples"], "code")
-    kernels.renumber(on_device["times"], "kernel")
-    spans = profile.spans[samples.mask[profile.spans["sample"]]]
-    samples.renumber(spans, "sample")
+    def is_anything(self, part: int) -> bool:
+        """Whether a part has any time, launch or sample."""
+        tables = ("samples", "waits", "calls", "device samples", "times")
+        return any(self._grouped[table].count(part) for table in tables)
 
-    stacks, frames = _stacks(profile, kept_stacks)
-    functions = _marked(len(profile.functions), frames["function"])
-    functions.renumber(frames, "function")
-    picked_functions, picked_codes = functions.pick(profile.functions), codes.pick(gpu.codes)
-    binaries = _marked(
-        len(profile.binaries),
-        _column([function.binary for function in picked_functions]),
-        _column([code.binary for code in picked_codes]),
-    )
-    return replace(
-        profile,
-        processes=processes.pick(profile.processes),
-        labels=(),  # those of the batch
-        threads=tuple(
-            replace(thread, process=processes.number(thread.process))
-            for thread in threads.pick(profile.threads)
-        ),
-        binaries=binaries.pick(profile.binaries),
-        functions=tuple(
-            replace(function, binary=binaries.number_of_any(function.binary))
-            for function in picked_functions
-        ),
-        frames=frames,
-        stacks=stacks,
-        samples=rows["samples"],
-        waits=rows["waits"],
-        spans=spans,
-        gpu=replace(
-            gpu,
-            kernels=tuple(
-                replace(kernel, process=processes.number(kernel.process))
-                for kernel in kernels.pick(gpu.kernels)
+    def _kept(self, table: str, part: int) -> _Kept:
+        return _Kept(self._grouped[table].rows(part))
+
+    def part(self, part: int) -> Profile:
+        """Returns what is of the processes of a part."""
+        profile, gpu = self._profile, self._profile.gpu
+        threads, codes = self._kept("threads", part), self._kept("codes", part)
+        samples = self._kept("samples", part)
+        rows = {
+            "samples": profile.samples[samples.rows],
+            "waits": profile.waits[self._kept("waits", part).rows],
+            "calls": gpu.calls[self._kept("calls", part).rows],
+            "events": gpu.events[self._kept("events", part).rows],
+            "launches": gpu.launches[self._kept("launches", part).rows],
+        }
+        device_samples, times = self._kept("device samples", part), self._kept("times", part)
+        on_device = {"samples": gpu.samples[device_samples.rows], "times": gpu.times[times.rows]}
+        attributed = self._attributed(gpu.attributed, "attributed", part)
+        attributed_time = self._attributed(gpu.attributed_times, "attributed times", part)
+        if attributed is not None:
+            device_samples.renumber(attributed, "sample")
+        if attributed_time is not None:
+            times.renumber(attributed_time, "time")
+        found = [each for each in (attributed, attributed_time) if each is not None]
+
+        # A capture may say that a thread launched a kernel of another process.
+        of_calls = [rows[name]["kernel"] for name in ("calls", "events", "launches")]
+        kernels = _mentioned(self._kept("kernels", part).rows, *of_calls)
+        owners = self._process_of_kernel[kernels.rows]
+        processes = _mentioned(self._kept("processes", part).rows, owners)
+
+        mentioning = [*rows.values(), *on_device.values(), *found]
+        kept_stacks = _mentioned(*(each["stack"] for each in mentioning))
+        for each in mentioning:
+            kept_stacks.renumber(each, "stack")
+        for each in rows.values():
+            threads.renumber(each, "thread")
+        for name in ("calls", "events", "launches"):
+            kernels.renumber(rows[name], "kernel")
+        codes.renumber(on_device["samples"], "code")
+        kernels.renumber(on_device["times"], "kernel")
+        spans = profile.spans[self._kept("spans", part).rows]
+        samples.renumber(spans, "sample")
+
+        stacks, frames = _stacks(profile, kept_stacks)
+        functions = _mentioned(frames["function"])
+        functions.renumber(frames, "function")
+        binaries_of_functions = [one.binary for one in functions.pick(profile.functions)]
+        picked_codes = codes.pick(gpu.codes)
+        binaries_of_codes = [code.binary for code in picked_codes]
+        binaries = _mentioned(_column(binaries_of_functions), _column(binaries_of_codes))
+        instructions = self._kept("instructions", part)
+        return replace(
+            profile,
+            processes=processes.pick(profile.processes),
+            labels=(),  # those of the batch
+            threads=_with(threads.pick(profile.threads), process=processes),
+            binaries=binaries.pick(profile.binaries),
+            functions=_with(functions.pick(profile.functions), binary=binaries),
+            frames=frames,
+            stacks=stacks,
+            samples=rows["samples"],
+            waits=rows["waits"],
+            spans=spans,
+            gpu=replace(
+                gpu,
+                kernels=_with(kernels.pick(gpu.kernels), process=processes),
+                codes=_with(picked_codes, kernel=kernels, binary=binaries),
+                instructions=_with(instructions.pick(gpu.instructions), code=codes),
+                calls=rows["calls"],
+                events=rows["events"],
+                launches=rows["launches"],
+                samples=on_device["samples"],
+                times=on_device["times"],
+                attributed=attributed,
+                attributed_times=attributed_time,
             ),
-            codes=tuple(
-                replace(
-                    code,
-                    kernel=kernels.number(code.kernel),
-                    binary=binaries.number_of_any(code.binary),
-                )
-                for code in picked_codes
-            ),
-            instructions=tuple(
-                replace(one, code=codes.number(one.code))
-                for one in gpu.instructions
-                if codes.mask[one.code]
-            ),
-            calls=rows["calls"],
-            events=rows["events"],
-            launches=rows["launches"],
-            samples=on_device["samples"],
-            times=on_device["times"],
-            attributed=attributed,
-            attributed_times=attributed_time,
-        ),
+        )
+
+    def _attributed(self, rows: Rows | None, table: str, part: int) -> Rows | None:
+        """Returns what is known of the stacks of the samples or times of a part."""
+        return None if rows is None else rows[self._kept(table, part).rows]
+
+
+def _with(items: Sequence[Any], **tables: _Kept) -> tuple[Any, ...]:
+    """Gives items the new numbers of the rows that their fields mention."""
+    columns = (
+        kept.numbers_of_any([getattr(item, field) for item in items])
+        for field, kept in tables.items()
     )
-
-
-def _attributed_part(rows: Rows | None, field: str, kept: _Kept) -> Rows | None:
-    """Returns what is known of the stacks of some samples or times."""
-    if rows is None:
-        return None
-    part: Rows = rows[kept.mask[rows[field]]]
-    kept.renumber(part, field)
-    return part
+    return tuple(
+        replace(item, **dict(zip(tables, numbers, strict=True)))
+        for item, *numbers in zip(items, *columns, strict=True)
+    )
 
 
 def _stacks(profile: Profile, kept: _Kept) -> tuple[Stacks, Rows]:
     """Returns some stacks, and the frames that they have."""
     stacks = profile.stacks
-    lengths = np.diff(stacks.offsets.astype(np.int64))
-    of_stacks = stacks.frames[np.repeat(kept.mask, lengths)].astype(np.int64)
-    used = _marked(len(profile.frames), of_stacks)
+    starts = stacks.offsets[kept.rows].astype(np.int64)
+    lengths = stacks.offsets[kept.rows + 1].astype(np.int64) - starts
+    used, frames = np.unique(stacks.frames[ranges(starts, lengths)], return_inverse=True)
     offsets = np.zeros(len(kept.rows) + 1, np.uint64)
-    np.cumsum(lengths[kept.mask], out=offsets[1:])
-    new = np.cumsum(used.mask) - 1
+    np.cumsum(lengths, out=offsets[1:])
     picked = Stacks(
         offsets,
-        new[of_stacks].astype(np.uint32),
-        stacks.ends[kept.mask],
-        stacks.gil[kept.mask],
+        frames.astype(np.uint32),
+        stacks.ends[kept.rows],
+        stacks.gil[kept.rows],
     )
-    return picked, profile.frames[used.mask]
+    return picked, profile.frames[used]
