@@ -12,6 +12,7 @@ import enum
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Protocol
 
 import numpy as np
@@ -36,9 +37,12 @@ from aiflame.agent.sinks.launch_ids import LaunchIds
 from aiflame.agent.sinks.launch_order import LaunchOrder
 from aiflame.agent.sinks.named_read_outs import NamedReadOuts
 from aiflame.agent.sinks.names import MAX_INTEGER, Names
+from aiflame.agent.sinks.open_times import OpenTimes, keys_of
 from aiflame.agent.sinks.told_kernels import ToldKernels
-from aiflame.agent.symbolize.mapped import laid_over
+from aiflame.agent.symbolize.mapped import by_process, laid_over
 from aiflame.agent.symbolize.stacks import KERNEL_CUT, NamedStack, UnnamedStack
+
+U32 = npt.NDArray[np.uint32]
 
 _INTERVAL_NS = 1_000_000_000
 # By how much a window may reach past the second that it begins in, which is not told: those of a
@@ -58,6 +62,7 @@ class _Known(enum.IntEnum):
 
 
 _KNOWN_BITS = 2
+_ALL_KNOWN = tuple(_Known)  # to call an enum takes longer than all else that is done with a stack
 _KNOWN_BY_REASON: dict[int, _Known] = {
     StopReason.LOST: _Known.LOST,
     StopReason.NO_TABLE_YET: _Known.EARLY,
@@ -112,7 +117,7 @@ class CaptureSink:
         self._launch_ids = LaunchIds()
         self._named_read_outs = NamedReadOuts()
         self._told_kernels = ToldKernels(self._launch_ids)
-        self._open_ns: Counter[tuple[int, int, int]] = Counter()
+        self._open_times = OpenTimes()
         self._interval, self._interval_begin_ns = -1, 0
         self._left = {"work": _LARGEST_SUM, "bytes": _LARGEST_SUM}
 
@@ -155,7 +160,7 @@ class CaptureSink:
     def _open_waits(self) -> Iterator[tuple[int, ...]]:
         """Yields rows for open waits, so that readers know in which seconds their time was."""
         parts: dict[tuple[int, int], Counter[int]] = {}
-        for (row, thread, kind), ns in self._open_ns.items():
+        for row, thread, kind, ns in self._open_times.rows():
             if kind != SampleClass.PREEMPTED:
                 parts.setdefault((row, thread), Counter())[kind] += ns
         for (row, thread), ns_by_kind in parts.items():
@@ -169,9 +174,9 @@ class CaptureSink:
         interval = max(self.end_ns - 1, 0) // _INTERVAL_NS
         rows = [
             (interval, row, thread, kind, 1, ns)
-            for (row, thread, kind), ns in self._open_ns.items()
+            for row, thread, kind, ns in self._open_times.rows()
         ]
-        self._open_ns.clear()
+        self._open_times.clear()
         self._writer.put("samples", rows)
         self._writer.put("kernels", self._told_kernels.rows())
         for launches, ended_ns in self._launch_order.finish():
@@ -213,8 +218,7 @@ class CaptureSink:
 
     def _put_mappings(self, mappings: Rows, binaries: dict[int, int | None]) -> None:
         mapped = mappings[mappings["binary"] != NONE]
-        for process in np.unique(mapped["process"]).tolist():
-            rows = mapped[mapped["process"] == process]
+        for process, rows in by_process(mapped).items():
             content = hash(rows.tobytes())
             known_content = self._mapped.find(process)
             if known_content == content:
@@ -272,7 +276,7 @@ class CaptureSink:
         found = self._rows.find(key)
         if found is None:
             return self._row_count, None
-        return found >> _KNOWN_BITS, _Known(found & (1 << _KNOWN_BITS) - 1)
+        return found >> _KNOWN_BITS, _ALL_KNOWN[found & (1 << _KNOWN_BITS) - 1]
 
     def _set(self, key: int, row: int, known: _Known) -> int:
         """Takes note of what is known of a stack; returns its row."""
@@ -302,28 +306,43 @@ class CaptureSink:
             self._writer.put("stacks", [(row, process, 0, end, b"", frames, 0)])
         return row
 
+    def _rows_of(self, stacks: npt.NDArray[np.uint64], processes: U32) -> npt.NDArray[np.int64]:
+        """Returns what `_row_of` does of each; a stack is looked for once, whoever has it."""
+        distinct, which = np.unique(stacks, return_inverse=True)
+        found = []
+        for stack in distinct.tolist():
+            row, known = (0, None) if stack == NO_STACK else self._find(stack)
+            found.append(-1 if known is None else row)
+        rows = np.array(found, np.int64)[which]
+        for at in np.flatnonzero(rows < 0).tolist():
+            rows[at] = self._row_of(int(stacks[at]), int(processes[at]))
+        return rows
+
     def _put_samples(self, window: Window, interval: int) -> None:
-        process_of = dict(window.threads[["thread", "process"]].tolist())
-        rows = []
-        for stack, thread, kind, count, ns in window.samples.tolist():
-            key = (self._row_of(stack, process_of[thread]), thread, kind)
-            if count:
-                rows.append((interval, *key, count, ns + self._open_ns.pop(key, 0)))
-            else:
-                self._open_ns[key] += ns
-        self._writer.put("samples", rows)
+        samples, waits = window.samples, window.waits
+        rows = self._rows_of(samples["stack"], _processes_of(window, samples["thread"]))
+        keys = keys_of(rows, samples["thread"], samples["kind"])
+        has_ended = samples["count"] > 0
+        ended = samples[has_ended]
+        ns = ended["weight_ns"] + self._open_times.take(keys[has_ended])
+        self._open_times.add(keys[~has_ended], samples["weight_ns"][~has_ended])
+        columns = (rows[has_ended], ended["thread"], ended["kind"], ended["count"], ns)
+        self._writer.put("samples", zip(repeat(interval), *(one.tolist() for one in columns)))
+        rows_of_waits = self._rows_of(waits["stack"], _processes_of(window, waits["thread"]))
         self._writer.put(
             "waits",
             [
                 (
-                    self._row_of(stack, process_of[thread]),
+                    row,
                     thread,
                     self._time(start_ns),
                     # The part before the capture begins is not in it.
                     max(blocked_ns - max(self._start_ns - start_ns, 0), 0),
                     runnable_ns,
                 )
-                for stack, thread, start_ns, blocked_ns, runnable_ns, _ in window.waits.tolist()
+                for row, (_, thread, start_ns, blocked_ns, runnable_ns, _) in zip(
+                    rows_of_waits.tolist(), waits.tolist(), strict=True
+                )
             ],
         )
 
@@ -514,6 +533,15 @@ class CaptureSink:
             None if stack == NO_STACK else self._row_of(stack, process)
             for stack, process in zip(found.tolist(), processes, strict=True)
         ]
+
+
+def _processes_of(window: Window, threads: U32) -> U32:
+    """Returns the process of each thread."""
+    known = window.threads
+    order = np.argsort(known["thread"])
+    at = np.searchsorted(known["thread"], threads, sorter=order)
+    processes: U32 = known["process"][order[at]]
+    return processes
 
 
 def _launches_added_up(launches: Rows) -> Iterator[tuple[int, ...]]:

@@ -39,6 +39,21 @@ class MappedProcess:
         return find(self._ranges, addresses)
 
 
+def by_process(rows: Rows) -> dict[int, Rows]:
+    """Returns the mappings of each process, in their order.
+
+    Args:
+        rows: MAPPING_DTYPE of all processes.
+    """
+    ordered = rows[np.argsort(rows["process"], kind="stable")]
+    processes, starts = np.unique(ordered["process"], return_index=True)
+    bounds = itertools.pairwise([*starts.tolist(), len(rows)])
+    return {
+        process: ordered[start:end]
+        for process, (start, end) in zip(processes.tolist(), bounds, strict=True)
+    }
+
+
 def laid_over(rows: Rows) -> list[tuple[int, int, int, int, int]]:
     """Lays newer mappings over older ones.
 

@@ -38,7 +38,7 @@ from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.python.walk import PythonFrame
 from aiflame.agent.symbolize.files import Files
 from aiflame.agent.symbolize.known_names import KnownNames, NamedAddress
-from aiflame.agent.symbolize.mapped import MappedProcess
+from aiflame.agent.symbolize.mapped import MappedProcess, by_process
 from aiflame.agent.symbolize.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
 from aiflame.agent.symbolize.recent import Recent
 from aiflame.agent.symbolize.splicing import (
@@ -468,6 +468,7 @@ class _Facts:
             for binary, path, build_id in window.binaries.tolist()
         }
         self._processes = {int(row["process"]): row for row in window.processes}
+        self._mappings = by_process(window.mappings)
         self._mapped: dict[int, MappedProcess] = {}
         self._chains = {int(row["chain"]): row for row in window.chains}
         self._codes: dict[tuple[int, int], tuple[str, str]] = {}
@@ -507,8 +508,7 @@ class _Facts:
         """Returns what a process had mapped."""
         found = self._mapped.get(process)
         if found is None:
-            mappings = self._window.mappings
-            rows = mappings[mappings["process"] == process]
+            rows = self._mappings.get(process, self._window.mappings[:0])
             found = self._mapped[process] = self._make_mapped(process, rows)
         return found
 
