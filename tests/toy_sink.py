@@ -55,6 +55,7 @@ class ToySink:
 
     name = "toy"
     max_age_s = None
+    sends_spans = False
 
     def __init__(self, url: str) -> None:
         self._url = url

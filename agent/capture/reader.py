@@ -69,8 +69,12 @@ _NO_INTEGERS: I64 = np.zeros(0, np.int64)
 _NO_WORDS: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
 
 
-def read_capture(path: Path) -> Profile:
+def read_capture(path: Path, *, with_spans: bool = True) -> Profile:
     """Reads a whole capture.
+
+    Args:
+        path: Of the file.
+        with_spans: Also in which seconds time was, which takes as much memory as all the rest.
 
     Raises:
         CaptureError: No such file, cut, foreign, damaged, or of a newer schema.
@@ -89,7 +93,7 @@ def read_capture(path: Path) -> Profile:
             version = _checked_version(database, path)
             check_columns(database, version)
             with path.open("rb") as file, without_garbage_collection():
-                return _Reader(database, file.fileno(), version).profile()
+                return _Reader(database, file.fileno(), version).profile(with_spans)
         finally:
             database.close()
     except OSError as error:
@@ -135,11 +139,11 @@ class _Reader:
     def _indexes(self, table: str) -> dict[int, int]:
         return {row: index for index, row in enumerate(self._ids(table).tolist())}
 
-    def profile(self) -> Profile:
+    def profile(self, with_spans: bool) -> Profile:
         process_index = self._indexes("processes")
         binary_index = self._indexes("binaries")
         stack_ids, stacks, functions, frames = self._stacks(binary_index)
-        samples, spans = self._samples(stack_ids)
+        samples, spans = self._samples(stack_ids, with_spans)
         waits = self._waits(stack_ids)
         threads = self._threads(process_index)
         gpu = GpuProfile()
@@ -321,7 +325,9 @@ class _Reader:
             raise ValueError("a negative number")
         return found
 
-    def _samples(self, stack_ids: I64) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
+    def _samples(
+        self, stack_ids: I64, with_spans: bool
+    ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
         # Added up here: as a GROUP BY, SQLite's sorting takes longer than all the rest of a report.
         columns = ("interval", "stack_id", "thread_id", "class", "count", "ns")
         interval, stack, thread, klass, count, ns = self._integers("samples", columns)
@@ -352,13 +358,15 @@ class _Reader:
         rows["thread"] = keys >> class_bits & (1 << thread_bits) - 1
         rows["stack"] = keys >> class_bits + thread_bits
         del keys
+        rows["count"], rows["ns"] = _sums(count, first), _sums(ns, first)
+        if not with_spans:
+            return rows, np.zeros(0, SPAN_DTYPE)
         # A second may have been drained more than once.
         part = np.flatnonzero(is_first | (np.diff(interval, prepend=np.int64(-1)) != 0))
         spans = np.zeros(len(part), SPAN_DTYPE)
         spans["sample"] = (np.cumsum(is_first, dtype=np.int32) - 1)[part]
         spans["first_s"] = interval[part]
         spans["seconds"] = 1
-        rows["count"], rows["ns"] = _sums(count, first), _sums(ns, first)
         spans["count"], spans["ns"] = _sums(count, part), _sums(ns, part)
         return rows, spans
 

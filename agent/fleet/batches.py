@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.batch import Batch, Labels
+from aiflame.agent.model.batch import Batch, Labels, distinct_labels
 from aiflame.agent.model.gpu import NONE, GpuProfile
 from aiflame.agent.model.profile import Profile, Stacks
 from aiflame.agent.sinks.pushed import ranges
@@ -35,9 +35,10 @@ def batches_of(profile: Profile, labels: Sequence[Labels | None]) -> Iterator[Ba
         One for each of the labels that have any time, launch or sample, in the order of these.
     """
     profile = replace(profile, gpu=_attributed(profile.gpu))
-    distinct = dict.fromkeys(one for one in labels if one is not None)
-    parts = {one: number for number, one in enumerate(distinct)}
-    part_of = np.array([-1 if one is None else parts[one] for one in labels], np.int64)
+    parts = {one: number for number, one in enumerate(distinct_labels(labels))}
+    objects = {id(one): one for one in labels}
+    part_of_id = {key: -1 if one is None else parts[one] for key, one in objects.items()}
+    part_of = np.array([part_of_id[id(one)] for one in labels], np.int64)
     division = _Division(profile, part_of, len(parts))
     recording = profile.recording
     for one, number in parts.items():

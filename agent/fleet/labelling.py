@@ -18,7 +18,7 @@ from aiflame.agent.fleet.labels import KEPT_S, UNKNOWN_CONTAINER, Labeller, Labe
 from aiflame.agent.fleet.rootless import RootlessEngines
 from aiflame.agent.fleet.selection import left_out, left_out_paths
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.batch import Labels
+from aiflame.agent.model.batch import Labels, distinct_labels
 from aiflame.agent.model.profile import Loss, Process
 from aiflame.agent.model.window import Window
 from aiflame.agent.processes.targets import cgroup2_mounts
@@ -139,9 +139,11 @@ class Labelling:
             subject.labels if self._selection.takes(subject, process.name) else None
             for subject, process in zip(self._labeller.subjects(processes), processes, strict=True)
         ]
-        distinct = dict.fromkeys(labels for labels in found if labels is not None)
+        distinct = distinct_labels(found)
         kept = frozenset(islice(distinct, _MAX_LABEL_SETS))
-        merged = [at for at, labels in enumerate(found) if labels and labels not in kept]
+        merged = []
+        if len(kept) < len(distinct):
+            merged = [at for at, labels in enumerate(found) if labels and labels not in kept]
         for at in merged:
             found[at] = self._labeller.other
         unnamed = {each.container_id for each in distinct if _is_unnamed(each)}

@@ -255,8 +255,16 @@ class Labeller:
 
     def subjects(self, processes: Sequence[Process]) -> list[Subject]:
         """Returns who each process is."""
-        self.expect(process.cgroup for process in processes)
-        return [self._subject(process) for process in processes]
+        self.expect({process.cgroup for process in processes})
+        # A host's ten thousands of a minute are of a few programs: each of those is looked at once.
+        known: dict[tuple[str, str, str, bool], Subject] = {}
+        found = []
+        for process in processes:
+            key = (process.cgroup, process.executable, process.name, _is_kernel_thread(process))
+            if key not in known:
+                known[key] = self._subject(process)
+            found.append(known[key])
+        return found
 
     def of_group(self, cgroup: str) -> Subject:
         """Returns who a cgroup belongs to, of whose processes nothing is known."""
@@ -505,8 +513,12 @@ def _engine(container: Container) -> str:
     return "" if container.engine is None else container.engine.value
 
 
+def _is_kernel_thread(process: Process) -> bool:
+    return _KTHREADD_PID in (process.pid, process.parent_pid)
+
+
 def _of_executable(process: Process) -> str:
-    if _KTHREADD_PID in (process.pid, process.parent_pid):
+    if _is_kernel_thread(process):
         return _KERNEL_THREADS
     path = process.executable.removesuffix(_DELETED)
     # What runs from no file, as runc does, is called by a random name.

@@ -177,6 +177,7 @@ class _Worker:
             self._stretch = _Stretch(folder, self._naming, self._lateness, self._log)
         elif "windows" in message and self._stretch is not None:
             self._stretch.take(int(message["windows"]), self._labelling)
+            give_back_freed_memory()  # a tenth of what it has, for a millisecond
             self._look_at_cgroups()
         elif "cut" in message and self._stretch is not None:
             stretch, self._stretch = self._stretch, None
@@ -300,7 +301,8 @@ class _Worker:
         """Gives a stretch to all sinks; from then on it is theirs."""
         try:
             self._complete(database, cpu_ns, rss_bytes)
-            profile = read_capture(database)
+            with_spans = any(self._sinks[name].sends_spans for name in self._deliveries)
+            profile = read_capture(database, with_spans=with_spans)
             labels = self._labels(profile, database)
             if self._labelling is not None:
                 profile = replace(profile, losses=(*profile.losses, *self._labelling.losses))
@@ -351,10 +353,12 @@ class _Worker:
             writer.close()
 
     def _labels(self, profile: Profile, database: Path) -> Sequence[Labels | None]:
-        """Asks whose processes are, while it is known; writes that into the stretch's capture."""
+        """Asks whose processes are, while it is known; writes that into a capture that is kept."""
         if self._labelling is None:
             return [None] * len(profile.processes)
         labels = self._labelling.of(profile.processes)
+        if not any(isinstance(sink, CaptureFiles) for sink in self._sinks.values()):
+            return labels  # nobody keeps the capture
         writer = CaptureWriter(database, is_new=False)
         try:
             writer.put_labels(labels)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from aiflame.agent.model.profile import Profile
@@ -43,6 +44,15 @@ class Labels:
     workload_kind: str = ""
     version: str = ""
     extra: tuple[tuple[str, str], ...] = ()
+
+
+def distinct_labels(labels: Iterable[Labels | None]) -> dict[Labels, None]:
+    """Returns those that differ, in the order of their coming.
+
+    To hash labels takes longer than all else that is done with a process, and those of one service
+    mostly are one object.
+    """
+    return dict.fromkeys({id(one): one for one in labels if one is not None}.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,7 @@ class ClickHouseSink:
     """
 
     name = "clickhouse"
+    sends_spans = True
 
     def __init__(
         self,

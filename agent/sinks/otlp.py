@@ -156,6 +156,7 @@ class OtlpSink:
     """
 
     name = "otlp"
+    sends_spans = False
 
     def __init__(self, settings: Settings) -> None:
         try:

@@ -132,6 +132,7 @@ class PyroscopeSink:
     """
 
     name = "pyroscope"
+    sends_spans = False
     max_age_s: float | None = _MAX_AGE_S
 
     def __init__(self, settings: Settings) -> None:

@@ -62,10 +62,12 @@ class RequestSink(Protocol):
     Attributes:
         name: As in the configuration.
         max_age_s: What is older is refused by the back-end; None for no such limit.
+        sends_spans: Whether it says in which seconds time was; else profiles need no spans.
     """
 
     name: str
     max_age_s: float | None
+    sends_spans: bool
 
     def encode(self, batches: Sequence[Batch]) -> Iterator[Request]:
         """Encodes what one stretch of time has, in requests that the back-end's limits allow."""
