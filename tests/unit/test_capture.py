@@ -178,6 +178,15 @@ def test_what_was_written_is_read(capture: Path) -> None:
     assert profile.losses == (Loss("ring_full", 2, "events that were lost"),)
 
 
+def test_a_capture_is_read_without_the_seconds_of_its_time(capture: Path) -> None:
+    whole, some = read_capture(capture), read_capture(capture, with_spans=False)
+    assert len(whole.spans) > 0
+    assert len(some.spans) == 0
+    assert some.samples.tolist() == whole.samples.tolist()
+    assert some.waits.tolist() == whole.waits.tolist()
+    assert some.stacks.frames.tolist() == whole.stacks.frames.tolist()
+
+
 def test_the_device_half_that_was_written_is_read(capture: Path) -> None:
     gpu = read_capture(capture).gpu
     assert gpu.devices == (
