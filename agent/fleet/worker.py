@@ -299,6 +299,7 @@ class _Worker:
 
     def _send(self, folder: Path, database: Path, cpu_ns: int, rss_bytes: int) -> None:
         """Gives a stretch to all sinks; from then on it is theirs."""
+        give_back_freed_memory()  # what naming took, before a profile takes as much
         try:
             self._complete(database, cpu_ns, rss_bytes)
             with_spans = any(self._sinks[name].sends_spans for name in self._deliveries)

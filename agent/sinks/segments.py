@@ -210,9 +210,10 @@ class FollowedWindows:
         self._next += 1
 
     def close(self) -> None:
-        """Closes the segment that is being read."""
+        """Closes the segment that is being read, and forgets what its windows share."""
         if self._file is not None:
             self._file.close()
+        self._file = self._reader = None
 
 
 def newest(windows: Iterator[Window], keep_ns: int, end_ns: int) -> Iterator[Window]:
