@@ -13,6 +13,7 @@ from typing import Protocol
 
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable, ThreadInfo
+from aiflame.agent.recording.thread_times import ThreadTimes
 from aiflame.agent.recording.window_builder import WindowBuilder
 
 # Windows for which those that have ended are still known.
@@ -46,6 +47,7 @@ class Ended:
         programs: Loaded.
         table: Process table.
         window: Builds windows.
+        thread_times: Knows which threads windows have been told of.
         of_images: Keep something of images.
         of_binaries: Keep something of files.
         used_binaries: Files that are needed although nobody maps them.
@@ -57,6 +59,7 @@ class Ended:
         programs: Programs,
         table: ProcessTable,
         window: WindowBuilder,
+        thread_times: ThreadTimes,
         of_images: Sequence[KeepsImages],
         of_binaries: Sequence[KeepsBinaries],
         used_binaries: Callable[[], Collection[int]],
@@ -65,6 +68,7 @@ class Ended:
         self._programs = programs
         self._table = table
         self._window = window
+        self._thread_times = thread_times
         self._of_images = of_images
         self._of_binaries = of_binaries
         self._used_binaries = used_binaries
@@ -100,7 +104,9 @@ class Ended:
         indexes = {image.index for image in images}  # keepers look up all that they keep
         for keeper in self._of_images if images else ():
             keeper.forget_images(indexes)
-        self._window.forget(indexes, [thread.index for thread in threads])
+        numbers = [thread.index for thread in threads]
+        self._thread_times.forget(numbers)
+        self._window.forget(indexes, numbers)
         self._table.forget(images, threads)
 
     def _take_out(self, thread: ThreadInfo) -> None:

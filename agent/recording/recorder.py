@@ -311,6 +311,7 @@ class Recorder:
             programs,
             table,
             window,
+            self.thread_times,
             (
                 *(self._cut_sleeps, self.pythons, self.calls),
                 *(self.kernels, self.devices, self.facts),

@@ -9,6 +9,7 @@ crossing` in bpf/aiflame.h). The same tells how long a thread had been on a CPU 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,12 +169,17 @@ class ThreadTimes:
             is_same: Whether they are these.
             slots: Which totals are over.
         """
+        now = rows["by_chance"]
         before = np.zeros(len(rows), (abi.CHANCE_TOTAL_DTYPE, (2,)))
         if len(self._known):
             before[is_same] = self._known["by_chance"][at[is_same]]
+        # Of one whose state was made anew since, and whose end was lost, nothing was told.
+        now = rows["by_chance"]
+        is_less = (now["ns"] < before["ns"]) | (now["count"] < before["count"])
+        before[is_less.any(axis=(1, 2))] = 0
         told = before.copy()
         for slot in slots:
-            told[:, slot] = rows["by_chance"][:, slot]
+            told[:, slot] = now[:, slot]
             more_ns = told["ns"][:, slot] - before["ns"][:, slot]
             more = told["count"][:, slot] - before["count"][:, slot]
             # Programs may have been between the two when they were read.
@@ -300,6 +306,11 @@ class ThreadTimes:
         known_ns = self._known["started_ns"][at]
         found: Bools = (known_ns == 0) | (started_ns == 0) | (known_ns == started_ns)
         return found
+
+    def forget(self, threads: Collection[int]) -> None:
+        """Forgets threads, by number: those that are there all the same get another."""
+        gone = np.isin(self._known["thread"], np.fromiter(threads, np.uint32, len(threads)))
+        self._known = self._known[~gone]
 
     def numbers(self, tids: Array, tgids: Array, images: Array) -> tuple[Array, Array]:
         """Returns the numbers that windows have of threads and of their processes.

@@ -15,6 +15,7 @@ from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.facts import ProcessFacts
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.recording.ended import Ended
+from aiflame.agent.recording.thread_times import ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from support import blind_inspector
 
@@ -51,8 +52,9 @@ class _Recorder:
         programs: Any = SimpleNamespace(threads=self.threads)
         keepers = (self.facts,)
         self.used_images: set[int] = set()
+        self.times = ThreadTimes(self.window, self.table)
         self.ended = Ended(
-            *(programs, self.table, self.window, keepers, keepers, set),
+            *(programs, self.table, self.window, self.times, keepers, keepers, set),
             lambda: self.used_images,
         )
         self.end_ns = 0
@@ -129,6 +131,21 @@ def test_a_process_whose_stacks_are_still_walked_is_kept(recorder: _Recorder) ->
     for _ in range(5):
         recorder.close()
     assert recorder.table.images == {}
+
+
+def test_a_thread_that_is_there_after_its_end_is_another(recorder: _Recorder) -> None:
+    # GIVEN a thread of which an end was told, and whose state stays all the same
+    recorder.current[_PID] = 1
+    tids = np.array([_PID], np.uint32)
+    state = np.zeros(1, abi.THREAD_STATE_DTYPE)
+    state["tgid"], state["image"], state["first_seen_ns"] = _PID, 1, 1
+    state["switched_ns"] = 1
+    recorder.table.thread_ended(recorder.table.thread(recorder.table.image(_PID, 1), _PID))
+    # WHEN more windows close than it is known for
+    for _ in range(8):
+        recorder.times.close(recorder.end_ns + _S, tids, state, {_PID})
+        # THEN each has all that its rows refer to (which `close` checks), and the thread
+        assert len(recorder.close().thread_times) == 1
 
 
 @pytest.mark.parametrize("window_ns", [_S // 10, _S, 5 * _S])

@@ -238,6 +238,23 @@ def test_an_id_that_comes_again_is_another_thread() -> None:
     assert recorder.spent(window) == {"ON_CPU": 100, "BLOCKED": 700, "observed": 800}
 
 
+def test_a_state_that_was_made_anew_has_told_nothing() -> None:
+    # GIVEN a thread with waits by chance, the end of which was lost,
+    recorder = _Recorder()
+    tids = np.full(1, _TID, np.uint32)
+    rows = np.array([_state(switched_ns=500, on_cpu_ns=100)], abi.THREAD_STATE_DTYPE)
+    rows["by_chance"]["ns"][0, 0, SampleClass.PREEMPTED] = 300
+    rows["by_chance"]["count"][0, 0, SampleClass.PREEMPTED] = 6
+    recorder.times.close(_START_NS + 1000, tids, rows, set())
+    # WHEN its state comes again, entered as that of a thread that is there
+    rows["by_chance"]["ns"][0, 0, SampleClass.PREEMPTED] = 20
+    rows["by_chance"]["count"][0, 0, SampleClass.PREEMPTED] = 1
+    keys, values = recorder.times.close(_START_NS + 2000, tids, rows, set()).totals
+    # THEN its waits are those since, and not some that are less than none
+    assert keys["sample_class"].tolist() == [SampleClass.PREEMPTED]
+    assert (values["ns"].tolist(), values["count"].tolist()) == ([20], [1])
+
+
 def test_a_thread_that_left_unseen_has_no_time_after() -> None:
     recorder = _Recorder()
     state = _state(switched_ns=100, off_class=SampleClass.ON_CPU)
