@@ -515,8 +515,7 @@ class _Agent:
 
     def _look_at_itself(self) -> None:
         """Has less kept where all processes together have more than they may for long, or more."""
-        own = os.getpid()
-        self._vitals.note_cpu(sum(map(procfs.cpu_s, (own, *procfs.descendants([own])))))
+        self._vitals.note_cpu(sum(map(procfs.cpu_s, (os.getpid(), *procfs.begun()))))
         naming, limit = self._naming, self._config.agent.memory
         use = measure(None if naming is None else naming.pid, self._recorder.tables.kernel_bytes)
         self._vitals.note_memory(use, limit)

@@ -55,16 +55,15 @@ class MemoryUse:
 def measure(naming: int | None, table_bytes: int) -> MemoryUse:
     """Returns what this process, the one that names, their children and maps have.
 
-    Takes some milliseconds, and 20 us for each process of the host.
+    Takes some milliseconds.
 
     Args:
         naming: Pid of the process that names, None where there is none.
         table_bytes: Of tables in the kernel, whose maps have no descriptors.
     """
-    own = os.getpid()
-    children = [pid for pid in procfs.descendants([own]) if pid != naming]
+    children = [pid for pid in procfs.begun() if pid != naming]
     return MemoryUse(
-        _resident_bytes(own),
+        _resident_bytes(os.getpid()),
         0 if naming is None else _resident_bytes(naming),
         sum(map(_resident_bytes, children)),
         _map_bytes() + table_bytes,

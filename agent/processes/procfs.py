@@ -266,21 +266,26 @@ def cpu_s(pid: int) -> float:
     return sum(map(int, _stat(pid)[_TIMES])) / os.sysconf("SC_CLK_TCK")
 
 
-def helpers_cpu_ns() -> int:
-    """Returns the CPU time of all that this process has begun, also of what has ended.
+def begun() -> list[int]:
+    """Returns the processes that this one has begun, and those that they have.
 
     It is asked of those alone (/proc/PID/task/TID/children, v4.2, CONFIG_PROC_CHILDREN): to look
-    through all processes of a host takes too long. Where the kernel has no such files, only the
-    time of those that have ended is known.
+    through all processes of a host takes too long, and is for kernels without such files.
     """
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    total_s = ended.ru_utime + ended.ru_stime
-    parents: list[int] = [os.getpid()]
-    for parent in parents:
+    found = [os.getpid()]
+    if not Path("/proc/thread-self/children").exists():
+        return descendants(found)
+    for parent in found:
         for tid in thread_ids(parent):
             children = read_lines(f"/proc/{parent}/task/{tid}/children")
-            parents += [int(pid) for line in children for pid in line.split()]
-    return round((total_s + sum(map(cpu_s, parents[1:]))) * 1e9)
+            found += [int(pid) for line in children for pid in line.split()]
+    return found[1:]
+
+
+def helpers_cpu_ns() -> int:
+    """Returns the CPU time of all that this process has begun, also of what has ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return round((ended.ru_utime + ended.ru_stime + sum(map(cpu_s, begun()))) * 1e9)
 
 
 def start_ticks(pid: int) -> int:
