@@ -427,7 +427,7 @@ class Devices:
 
     def _consider(self, image: ProcessImage) -> None:
         """Begins with the families whose devices a process may use, by what it has mapped."""
-        # A process's list of mappings is never changed, only replaced by another.
+        # A process's mappings are never changed, only replaced by others.
         if not self._idle or self._considered.get(image.index) is image.mappings:
             return
         self._considered[image.index] = image.mappings

@@ -175,10 +175,6 @@ class LifeRecords:
         """Returns what one of them says."""
         return _event_of(self.data[self.begins[at] : self.ends[at]])
 
-    def events(self) -> Iterator[LifeEvent]:
-        """Yields what they say."""
-        return (self.event(at) for at in range(len(self)))
-
     def before(self, ns: int) -> tuple[LifeRecords, bytes]:
         """Returns those before a time, and the others as they were written."""
         count = bisect.bisect_left(self.ns, ns)

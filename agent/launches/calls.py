@@ -174,7 +174,7 @@ class ApiCalls:
         """Returns where a process has a function, and its size; 0 where it has none."""
         found = self._addresses.get((image.index, slot))
         probed = len(self.probes.ranges)
-        # A process's list of mappings is never changed, only replaced by another.
+        # A process's mappings are never changed, only replaced by others.
         if found is None or found.mappings is not image.mappings or found.probed != probed:
             found = _FoundFunction(image.mappings, probed, *self._look_for(image, slot))
             self._addresses[image.index, slot] = found

@@ -15,7 +15,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from aiflame.agent.kernel.life_events import (
@@ -41,8 +41,9 @@ _MAX_ENDED = 2048
 _MAX_LIVES = 16
 # Of one life: PyTorch maps 300 files to run. A JIT may map without end.
 _MAX_MAPPED = 4096
-# Of all lives together. They share what they inherit: 100 bytes each, and 400 for a new one.
+# Of all lives together: 400 bytes each, and less where they share what they inherit.
 _MAX_MAPPED_BY_ALL = 1 << 17
+_MAPPED_BYTES = 400
 
 
 @dataclass(slots=True)
@@ -116,18 +117,21 @@ class _Unread:
         forked: What it began as, None if that was told before.
         data: Records, all later than that.
         count: Of these.
-        last_ns: Of the last of them.
+        last_ns: Of the last event.
+        has_gap: Events were lost since that may have been about it.
     """
 
     forked: Life | None
     data: bytes
     count: int
     last_ns: int
+    has_gap: bool = False
 
     @property
     def mapped(self) -> int:
-        """How much it counts for: each record may be of a mapping."""
-        return self.count + (0 if self.forked is None else len(self.forked.mapped))
+        """How many mappings it counts for: each record may be of one."""
+        inherited = 0 if self.forked is None else len(self.forked.mapped)
+        return inherited + max(self.count, len(self.data) // _MAPPED_BYTES)
 
 
 class Lives:
@@ -195,12 +199,14 @@ class Lives:
         at_left = np.flatnonzero(is_left)
         numbers, pids = records.numbers[at_left].tolist(), records.pids[at_left].tolist()
         forked: dict[int, Life] = {}
+        inherited = 0
         for at, number, pid in zip(at_left.tolist(), numbers, pids, strict=True):
             if number == LOST:
                 self._take(records.event(at))
             elif number == FORK:
                 life = self._fork(records.ns[at], pid, int(records.parents[at]))
-                if life is not None and pid in short:
+                if life is not None and pid in short and inherited < _MAX_MAPPED_BY_ALL:
+                    inherited += len(life.mapped)
                     forked[pid] = life
                 elif life is not None:
                     self._enter(pid, life)
@@ -212,6 +218,7 @@ class Lives:
                 self._end(pid, records.ns[at])
             else:
                 self._take(records.event(at))
+            self._bound()
 
     def _keep_unread(
         self, pid: int, forked: Life | None, records: LifeRecords, chosen: Sequence[int]
@@ -220,11 +227,11 @@ class Lives:
         if not chosen and forked is None:
             return
         self._take_unread(pid)  # of whoever had it before
-        last_ns = records.ns[chosen[-1]] if chosen else 0
+        begun_ns = 0 if forked is None else forked.begun_ns
+        last_ns = records.ns[chosen[-1]] if chosen else begun_ns
         unread = _Unread(forked, records.joined(chosen), len(chosen), last_ns)
         self._unread[pid] = unread
         self._mapped += unread.mapped
-        self._bound()
 
     def _take_unread(self, pid: int) -> None:
         """Takes in what was told of a process that has ended since."""
@@ -236,15 +243,16 @@ class Lives:
             self._enter(pid, unread.forked)
         for event in events_of(unread.data):
             self._take(event)
+        if unread.has_gap:
+            _note_gap(self._lives.get(pid, ()))
 
     def _lose(self, event: Lost) -> None:
         """Nobody knows whose events they were."""
         self.lost += event.records
-        for pid in [*self._unread]:
-            self._take_unread(pid)
+        for pid, unread in self._unread.items():
+            self._unread[pid] = replace(unread, has_gap=True)
         for lives in self._lives.values():
-            for life in lives:
-                life.is_whole, life.has_gap = False, True
+            _note_gap(lives)
 
     def _fork(self, ns: int, pid: int, parent_pid: int) -> Life | None:
         """Returns what a process begins as, None for one that is left out."""
@@ -300,7 +308,6 @@ class Lives:
         self._mapped += len(life.mapped)
         if len(lives) > _MAX_LIVES:
             self._drop(pid, lives[0].begun_ns)
-        self._bound()
 
     def _bound(self) -> None:
         """Forgets lives where there is too much of all of them: first of those that have ended."""
@@ -341,6 +348,11 @@ class Lives:
 
 def _size(life: Life) -> int:
     return len(life.mapped)
+
+
+def _note_gap(lives: Iterable[Life]) -> None:
+    for life in lives:
+        life.is_whole, life.has_gap = False, True
 
 
 def _over(records: LifeRecords) -> dict[int, Sequence[int]]:

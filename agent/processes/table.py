@@ -10,7 +10,6 @@ replaced stay where newer ones do not cover them: old samples still mean the old
 from __future__ import annotations
 
 import functools
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -58,6 +57,8 @@ _MAX_GENERATIONS = 4
 # Layouts that came last, whose equals are looked for among them: a host has some hundred kinds of
 # processes. Larger ones are few; together at most 5 MB.
 _MAX_SHARED, _MAX_SHARED_MAPPINGS = 256, 64
+# Names, paths and command lines that came last, likewise; one has 4 KB at most, and 50 mostly.
+_MAX_WORDS = 1 << 10
 
 
 class Mapping(NamedTuple):
@@ -77,6 +78,12 @@ def _once_for_equal(make: Callable[[_Layout], _T]) -> Callable[[_Layout], _T]:
     """Has one result made of equal layouts: processes that were forked from one have the same."""
     made = functools.lru_cache(maxsize=_MAX_SHARED)(make)
     return lambda layout: (made if len(layout) <= _MAX_SHARED_MAPPINGS else make)(layout)
+
+
+@functools.lru_cache(maxsize=_MAX_WORDS)
+def _once(words: str) -> str:
+    """Returns an equal text that was there before, if any: some Pythons 3.12 keep interned ones."""
+    return words
 
 
 @_once_for_equal
@@ -571,9 +578,9 @@ class ProcessTable:
             # It is gone, or has become another program by exec.
             self._inherit(image, name, cgroup_id)
             return
-        image.name = sys.intern(name or name_now or f"pid {pid}")
-        image.cgroup, image.executable = sys.intern(cgroup), sys.intern(executable)
-        image.command_line = sys.intern(command_line or image.command_line)
+        image.name = _once(name or name_now or f"pid {pid}")
+        image.cgroup, image.executable = _once(cgroup), _once(executable)
+        image.command_line = _once(command_line or image.command_line)
         image.parent_pid = image.parent_pid or status.parent_pid
         image.namespaced_pid, image.owner_uid = status.namespaced_pid, status.owner_uid
         image.root = self.binaries.root_of(pid, image.payer)
@@ -757,7 +764,7 @@ class ProcessTable:
             name = "" if image.is_over else procfs.comm(image.pid, tid)
             if tid == image.pid and not self._is_shown(image):
                 name = ""  # of the program that it became by exec
-            name = sys.intern(name) or image.name
+            name = _once(name) or image.name
             known = threads[tid] = ThreadInfo(self._next_thread, image, tid, name)
             known.python_name = self._python_names.get(image.index, {}).get(tid, "")
             self._next_thread += 1

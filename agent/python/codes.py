@@ -71,6 +71,8 @@ class _Known(NamedTuple):
 # Of equal ones all processes have the same.
 _shared_code = functools.lru_cache(maxsize=_MAX_SHARED)(Code)
 _shared_known = functools.lru_cache(maxsize=_MAX_SHARED)(_Known)
+# Those with longer tables are few, and made on purpose: they go with their process.
+_MAX_SHARED_BYTES = 4096
 
 
 class CodeReader:
@@ -124,7 +126,8 @@ class CodeReader:
         if code is None:
             self._cache.pop(address, None)
             return None
-        self._cache[address] = _shared_known(fingerprint, code)
+        make = _shared_known if len(code.line_table) <= _MAX_SHARED_BYTES else _Known
+        self._cache[address] = make(fingerprint, code)
         if len(self._cache) > MAX_CACHED:
             del self._cache[next(iter(self._cache))]
             self.drops["cache_full"] += 1
@@ -153,7 +156,8 @@ class CodeReader:
             return None
         first_line = max(0, struct.unpack_from("<i", head, at.code_first_line)[0])
         table = yield from self._bytes(_word(head, at.code_line_table))
-        return _shared_code(name, qualname, filename, first_line, table)
+        make = _shared_code if len(table) <= _MAX_SHARED_BYTES else Code
+        return make(name, qualname, filename, first_line, table)
 
     def _string(self, address: int) -> Reading[str | None]:
         """A str object, cut and cleaned; None where that is none."""

@@ -38,6 +38,9 @@ _KNOWN_DTYPE = np.dtype(
 )
 
 
+# Of a thread whose number windows do not know any more; there are never so many.
+_NO_NUMBER = np.iinfo(np.uint32).max
+
 # Keys and values of sums.
 Part = tuple[Array, Array]
 
@@ -169,17 +172,12 @@ class ThreadTimes:
             is_same: Whether they are these.
             slots: Which totals are over.
         """
-        now = rows["by_chance"]
         before = np.zeros(len(rows), (abi.CHANCE_TOTAL_DTYPE, (2,)))
         if len(self._known):
             before[is_same] = self._known["by_chance"][at[is_same]]
-        # Of one whose state was made anew since, and whose end was lost, nothing was told.
-        now = rows["by_chance"]
-        is_less = (now["ns"] < before["ns"]) | (now["count"] < before["count"])
-        before[is_less.any(axis=(1, 2))] = 0
         told = before.copy()
         for slot in slots:
-            told[:, slot] = now[:, slot]
+            told[:, slot] = rows["by_chance"][:, slot]
             more_ns = told["ns"][:, slot] - before["ns"][:, slot]
             more = told["count"][:, slot] - before["count"][:, slot]
             # Programs may have been between the two when they were read.
@@ -197,9 +195,10 @@ class ThreadTimes:
         """Takes in threads that have ended; returns what is to be charged for them."""
         at = self._find(ended["tid"], ended["tgid"], ended["image"])
         is_late = (at < 0) & (ended["first_seen_ns"] < self._boundary_ns)
-        before_ns = np.where(at >= 0, self._on_cpu_ns(at), 0)
+        is_same = (at >= 0) & self._have_grown(at, ended["by_chance"])
+        before_ns = np.where(is_same, self._on_cpu_ns(at), 0)
         on_cpu_ns = ended["on_cpu_ns"].astype(np.int64) - before_ns
-        self._total(ended["tid"], ended, at, at >= 0, (0, 1))
+        self._total(ended["tid"], ended, at, is_same, (0, 1))
         rows = np.zeros(len(ended), COLUMNS["thread_times"].dtype)
         rows["thread"], _ = self._numbers(ended["tid"], ended["tgid"], ended["image"], at)
         rows["on_cpu_ns"] = np.maximum(on_cpu_ns, 0)
@@ -243,6 +242,7 @@ class ThreadTimes:
         is_late = (at < 0) & (states["first_seen_ns"] < self._boundary_ns)
         # An id may have come again without a word of its first thread's end.
         is_same = (at >= 0) & self._are_same(at, states["started_ns"])
+        is_same &= self._have_grown(at, states["by_chance"])
         before_ns = np.where(is_same, self._on_cpu_ns(at), 0)
         on_cpu_ns = np.where(
             is_open,
@@ -307,10 +307,18 @@ class ThreadTimes:
         found: Bools = (known_ns == 0) | (started_ns == 0) | (known_ns == started_ns)
         return found
 
+    def _have_grown(self, at: I64, by_chance: Array) -> Bools:
+        """Tells whose totals are no less than what was told: those of states made anew are."""
+        if not len(self._known):
+            return np.ones(len(at), bool)
+        is_less: Bools = by_chance["ns"] < self._known["by_chance"]["ns"][at]
+        found: Bools = ~np.any(is_less, axis=(1, 2))
+        return found
+
     def forget(self, threads: Collection[int]) -> None:
-        """Forgets threads, by number: those that are there all the same get another."""
+        """Forgets the numbers of threads: those that are there all the same get others."""
         gone = np.isin(self._known["thread"], np.fromiter(threads, np.uint32, len(threads)))
-        self._known = self._known[~gone]
+        self._known["thread"][gone] = _NO_NUMBER
 
     def numbers(self, tids: Array, tgids: Array, images: Array) -> tuple[Array, Array]:
         """Returns the numbers that windows have of threads and of their processes.
@@ -324,7 +332,7 @@ class ThreadTimes:
         threads, processes = np.zeros(len(tids), np.uint32), np.zeros(len(tids), np.uint32)
         if len(self._known):
             threads[:], processes[:] = self._known["thread"][at], self._known["process"][at]
-        is_new = at < 0
+        is_new = (at < 0) | (threads == _NO_NUMBER)
         names = zip(*(each[is_new].tolist() for each in (tids, tgids, images)), strict=True)
         entered = [
             self._table.thread(self._table.image(tgid, image), tid) for tid, tgid, image in names

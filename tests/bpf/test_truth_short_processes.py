@@ -138,7 +138,8 @@ def test_the_kernel_tells_what_proc_shows(events: LifeEvents) -> None:
     told: list[LifeEvent] = []
 
     def has_ended() -> bool:
-        told.extend(events.read()[0].events())
+        records, _ = events.read()
+        told.extend(map(records.event, range(len(records))))
         return any(isinstance(event, Ended) and event.pid == process.pid for event in told)
 
     wait_until(has_ended)

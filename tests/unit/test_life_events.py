@@ -37,13 +37,17 @@ _RECORDS = (
 )
 
 
+def _said(records: LifeRecords) -> list[LifeEvent]:
+    return [records.event(at) for at in range(len(records))]
+
+
 def _events_of(data: bytes) -> list[LifeEvent]:
-    return [*LifeRecords.of([data]).events()]
+    return _said(LifeRecords.of([data]))
 
 
 def _read(events: LifeEvents) -> tuple[list[LifeEvent], int]:
     records, until_ns = events.read()
-    return [*records.events()], until_ns
+    return _said(records), until_ns
 
 
 def test_each_kind_of_record() -> None:

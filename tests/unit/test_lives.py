@@ -254,6 +254,32 @@ def test_a_process_that_calls_exec_over_and_over() -> None:
     assert lives.find(41, 900) is None
 
 
+def test_a_pid_that_came_again_and_told_nothing_is_not_forgotten_with_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lives_module, "_MAX_ENDED", 2)
+    told = _Told(Forked(10, 41, 40), _exec(11, 41, "first"), Ended(12, 41))
+    lives = Lives(told.read)
+    lives.update(20)
+    told.events = [Forked(30, 41, 40), Ended(31, 41), _exec(32, 42, "other"), Ended(33, 42)]
+    assert (found := lives.find(41, 50)) is not None
+    assert found.begun_ns == 30
+
+
+def test_what_children_inherit_is_bounded_before_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lives_module, "_MAX_MAPPED_BY_ALL", 100)
+    told = _Told(_exec(1, 40, "parent"), *(_mapped(2, 40, n << 12, "//anon") for n in range(30)))
+    lives = Lives(told.read)
+    lives.update(5)
+    # GIVEN children that are told of at once, each of which inherits other mappings
+    for pid in range(100, 200):
+        told.events += [_mapped(pid, 40, 1 << 12, "//anon"), Forked(pid, pid, 40)]
+    told.events += [Ended(300, pid) for pid in range(100, 200)]
+    lives.update(400)
+    known = [life for pid in range(100, 200) if (life := lives.find(pid, 500)) is not None]
+    assert sum(len(life.mapped) for life in known) <= 130
+
+
 def _anything(dice: random.Random, pids: range, count: int) -> list[LifeEvent]:
     """Returns events of few pids, which come again, also in an order that makes no sense."""
     found: list[LifeEvent] = []
