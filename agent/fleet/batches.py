@@ -16,7 +16,7 @@ import numpy.typing as npt
 from aiflame.agent.model.batch import Batch, Labels, distinct_labels
 from aiflame.agent.model.gpu import NONE, GpuProfile
 from aiflame.agent.model.profile import Profile, Stacks
-from aiflame.agent.sinks.pushed import ranges
+from aiflame.agent.model.ranges import ranges
 from aiflame.gpu.attribution import attribution_of
 from aiflame.gpu.attribution.kernel_times import attributed_times, measured_times
 
@@ -178,8 +178,8 @@ class _Division:
         }
         device_samples, times = self._kept("device samples", part), self._kept("times", part)
         on_device = {"samples": gpu.samples[device_samples.rows], "times": gpu.times[times.rows]}
-        attributed = self._attributed(gpu.attributed, "attributed", part)
-        attributed_time = self._attributed(gpu.attributed_times, "attributed times", part)
+        attributed = self._of_device(gpu.attributed, "attributed", part)
+        attributed_time = self._of_device(gpu.attributed_times, "attributed times", part)
         if attributed is not None:
             device_samples.renumber(attributed, "sample")
         if attributed_time is not None:
@@ -240,7 +240,7 @@ class _Division:
             ),
         )
 
-    def _attributed(self, rows: Rows | None, table: str, part: int) -> Rows | None:
+    def _of_device(self, rows: Rows | None, table: str, part: int) -> Rows | None:
         """Returns what is known of the stacks of the samples or times of a part."""
         return None if rows is None else rows[self._kept(table, part).rows]
 

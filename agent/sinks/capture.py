@@ -348,7 +348,9 @@ class CaptureSink:
 
     def _put_calls(self, window: Window, interval: int) -> None:
         texts, writer = window.texts, self._writer
-        process_of = dict(window.threads[["thread", "process"]].tolist())
+        process_of: dict[int, int] = {}
+        if len(window.calls) or len(window.launches):
+            process_of.update(window.threads[["thread", "process"]].tolist())
         writer.put(
             "api_functions",
             [

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.profile import Binary
+from aiflame.agent.model.ranges import ranges
 from aiflame.agent.reports.pprof_parts import (
     LineField,
     LocationField,
@@ -30,7 +31,7 @@ from aiflame.agent.reports.protowire import (
     varint_sizes,
     varints,
 )
-from aiflame.agent.sinks.pushed import I64, U64, Series, Tables, ranges
+from aiflame.agent.sinks.pushed import I64, U64, Series, Tables
 
 _U64_MAX = np.uint64((1 << 64) - 1)
 

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from aiflame.agent.model.batch import Batch
 from aiflame.agent.model.gpu import NONE, Kernel, Operation
 from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, Stacks, StopReason
+from aiflame.agent.model.ranges import ranges
 from aiflame.agent.reports.base import Frames
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
 from aiflame.agent.reports.device_rows import UNKNOWN_LAUNCH, device_samples
@@ -141,7 +142,7 @@ Location = tuple[str, int, int, tuple[tuple[int, int], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The weights of one class: one row for a stack, none of them 0.
+    """The weights of one class: one row for a stack, none of whose values is 0.
 
     Attributes:
         klass: What they are of.
@@ -205,13 +206,6 @@ def series_parts(series: Series, count: int) -> Iterator[Series]:
     bounds = np.linspace(0, len(series), min(count, len(series)) + 1).astype(np.int64).tolist()
     for begin, end in pairwise(bounds):
         yield series.rows(slice(begin, end))
-
-
-def ranges(starts: I64, lengths: I64) -> I64:
-    """Return start, start + 1, ... for each start, as many as its length says."""
-    before = np.cumsum(lengths) - lengths
-    found: I64 = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
-    return found
 
 
 class _Rows(NamedTuple):

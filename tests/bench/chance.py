@@ -90,6 +90,7 @@ class _Recording:
         by_group = Counter[str]()
         for stack, own_ns in by_stack.items():
             by_group[stack.partition(";")[0]] += own_ns
+        after = {at: runs for at, runs in after.items() if at in before}  # loaded meanwhile
         run_ns = sum(runs.run_time_ns - before[at].run_time_ns for at, runs in after.items())
         of_switches = (at for at, runs in after.items() if runs.name == "on_switch")
         switches = sum(after[at].run_count - before[at].run_count for at in of_switches)

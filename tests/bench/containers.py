@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import pickle
 import signal
@@ -198,7 +199,7 @@ def _watch(run: _Run, agent: Agent, receiver: _Receiver, folder: Path, every_s: 
         run.seconds,
     }
     with (folder / "samples.jsonl").open("w") as file:
-        for at_s in sorted(due):
+        for at_s in sorted(x for x in due if x <= run.seconds):
             time.sleep(max(began_s + at_s - time.monotonic(), 0))
             if agent.process.poll() is not None:
                 raise RuntimeError((folder / "log").read_text())
@@ -275,14 +276,14 @@ def _row(name: str, samples: Sequence[_Sample], sent: Sequence[GotRequest]) -> s
 
 def _print_table(run: _Run, requests: Sequence[GotRequest]) -> None:
     minutes = run.seconds / 60
-    step = min(_ROW_MINUTES, minutes / _ROWS_LEAST)
+    rows = max(_ROWS_LEAST, math.ceil(minutes / _ROW_MINUTES))
     times_s = np.array([each.at_s for each in run.samples])
     print(
         "\n| minutes | CPU, all | collector | naming | others | PSS, all: mean, most | collector"
         " | naming | CPUs busy, load | switches/s | sent by OTLP; waiting at the end |"
     )
     print("|---" * 11 + "|")
-    for begin, end in itertools.pairwise(np.arange(0, minutes + step / 2, step).tolist()):
+    for begin, end in itertools.pairwise(np.linspace(0, minutes, rows + 1).tolist()):
         low_s, high_s = begin * 60, end * 60
         # Samples are taken late on a busy machine; one at a boundary belongs to both its sides.
         first, last = (int(np.abs(times_s - bound_s).argmin()) for bound_s in (low_s, high_s))
@@ -349,11 +350,14 @@ class _Captured:
                 found.off_cpu_reasons_ns[StopReason(reason)] += int(ns[is_so].sum())
 
 
-def _captured(folder: Path) -> _Captured:
+def _captured(folder: Path, until_unix_ns: int) -> _Captured:
+    """Reads the captures that began before a time: later ones are of who sent the rest."""
     found = _Captured()
     for path in sorted(folder.glob("*.aiflame")):
-        found.size_bytes += path.stat().st_size
-        found.add(read_capture(path))
+        profile = read_capture(path)
+        if profile.recording.started_unix_ns < until_unix_ns:
+            found.size_bytes += path.stat().st_size
+            found.add(profile)
     return found
 
 
@@ -433,7 +437,7 @@ def _report(folder: Path) -> bool:
     """Prints what was measured; returns whether all is as it has to be."""
     run: _Run = pickle.loads((folder / _RUN).read_bytes())  # noqa: S301 - written by `main`
     requests = read_requests(folder / _RECEIVED)
-    captured = _captured(folder / "captures")
+    captured = _captured(folder / "captures", int(run.ended_unix_s * 1e9))
     _print_table(run, requests)
     for window in run.programs:
         runs = sum(each.run_count for each in window.runs) / window.seconds
@@ -478,6 +482,8 @@ def main() -> int:
         return 0 if _report(arguments.report) else 1
     if arguments.program is None:
         parser.error("which `aiflame`?")
+    if arguments.away[0] < arguments.away[1] and arguments.away[1] >= arguments.minutes:
+        parser.error("--away ends after --minutes")
     folder = arguments.data / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     folder.mkdir(parents=True)
     print(f"data in {folder}", file=sys.stderr)

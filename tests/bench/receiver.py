@@ -70,6 +70,8 @@ class _Kept:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        with path.open("a") as file:
+            file.write("\n")  # behind a line that was cut when another was killed
 
     def take(self, path: str, headers: Message, body: bytes) -> Reply:
         collector = Collector()
@@ -92,7 +94,10 @@ def read_requests(path: Path) -> list[GotRequest]:
     """Returns what came, each request once."""
     found: dict[tuple[str, int], GotRequest] = {}
     for line in path.read_text().splitlines():
-        words = json.loads(line)
+        try:
+            words = json.loads(line)
+        except ValueError:  # cut, or empty: it was not answered, and came again
+            continue
         profiles = tuple(GotProfile(**each) for each in words.pop("profiles"))
         got = GotRequest(**words, profiles=profiles)
         found.setdefault((got.digest, got.status), got)
