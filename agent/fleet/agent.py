@@ -81,6 +81,9 @@ _LEAST_CPUS, _MOST_CPUS = 4, 16
 # To close a window takes 20 to 40 ms, whatever is in it. Waits of a second and more are known one
 # by one, and nobody looks at a fleet by the second; what is lost if an agent dies is as long.
 _WINDOW_NS = 5_000_000_000
+# How often windows are told of to be named: those of a second, where devices are used, together.
+# What reads files for names is started each time, which takes 50 ms.
+_TELL_NS = _WINDOW_NS
 
 # How soon a naming process that ended is started again, so that one that cannot run is no flood.
 _RESTART_S = 10.0
@@ -314,6 +317,8 @@ class _Agent:
         self._restart_at_s = 0.0
         self._stretch: Stretch | None = None
         self._tidied_s = self._gave_back_s = time.monotonic()
+        self._untold_windows = 0
+        self._told_ns = 0  # until when windows were told of, since the recording's start
         self._told_thrift = 1
         self._said_devices: set[tuple[str, ...]] = set()
         self._windows_lost = 0
@@ -387,6 +392,7 @@ class _Agent:
         if current is not None:
             naming.tell(stretch=str(current.folder))
             naming.give(current.windows)
+        self._untold_windows = 0
 
     def _give(self, window: Window) -> None:
         """Takes a window: it is on disk when this returns, unless there is no room there."""
@@ -414,11 +420,19 @@ class _Agent:
         stretch = self._stretch
         if stretch is None:
             return
-        if self._naming is not None:
-            self._naming.give(1)
+        self._untold_windows += 1
+        if window.end_ns - self._told_ns >= _TELL_NS:
+            self._told_ns = window.end_ns
+            self._tell_windows()
         is_long = window.end_ns - stretch.started_ns >= self._config.agent.stretch * _NS_PER_S
         if is_long and not self._signals.requested:  # what comes at the end has no length
             self._cut()
+
+    def _tell_windows(self) -> None:
+        """Tells the process that names of the windows that are there since."""
+        if self._naming is not None and self._untold_windows:
+            self._naming.give(self._untold_windows)
+        self._untold_windows = 0
 
     def _tell_thrift(self, thrift: int) -> None:
         """Has the process that names do less, too."""
@@ -451,6 +465,7 @@ class _Agent:
 
     def _cut(self) -> None:
         """Ends the open stretch: the next window begins another."""
+        self._tell_windows()
         stretch, self._stretch = self._stretch, None
         if stretch is not None:
             stretch.close()
