@@ -14,6 +14,7 @@ once, since tables are still being built or the process has not been read, is wa
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ class Sleepers:
         self._batches = _batches(pids)
         for batch in self._batches:
             self._left = batch[::-1]
+            before = len(self.by_stack)
             yield
             snapshots = self._walks.take(batch)
             asleep = []
@@ -129,7 +131,24 @@ class Sleepers:
             yield from self._walks.walk(asleep)
             _settle(asleep)
             self._keep([sleeper for sleeper in asleep if sleeper.snapshot is not None])
+            self._take_out_gone(itertools.islice(self.by_stack.items(), before, None))
         self._walks.forget()
+
+    def _take_out_gone(self, entered: Iterable[tuple[int, EnteredThread]]) -> None:
+        """Takes threads out of the kernel half's table that ended while they were entered.
+
+        Their end may have been told before, and nobody would tell of another: they would be there
+        to the end of the recording. A snapshot is of one that was there after it was entered.
+        """
+        threads = self._programs.threads
+        for stack, sleeper in entered:
+            if sleeper.snapshot is not None or procfs.thread_stat(sleeper.pid, sleeper.tid):
+                continue
+            key = sleeper.tid.to_bytes(4, "little")
+            state = threads.lookup(key)
+            # Not what came after it: the id may be another's by now.
+            if state is not None and int(state[0]["stack"]) == stack:
+                threads.delete(key)
 
     def _enter(self, pid: int, tid: int) -> EnteredThread | None:
         """Enters a thread; returns what is known of it if that was possible."""

@@ -159,6 +159,9 @@ class _Threads:
     def update(self, key: bytes, value: bytes, flags: int) -> bool:
         return self.entries.setdefault(key, value) is value
 
+    def delete(self, key: bytes) -> None:
+        del self.entries[key]
+
     def lookup(self, key: bytes) -> Any:
         value = self.entries.get(key)
         return None if value is None else np.frombuffer(value, abi.THREAD_STATE_DTYPE)
@@ -276,6 +279,24 @@ def test_threads_that_a_short_recording_missed_are_counted(
     assert sleepers.losses[LossKind.THREADS_NOT_ENTERED] == 2
     # and those among them that are there still are known to have been there for all of it.
     assert missed == [(os.getpid(), os.getpid())]
+
+
+def test_a_thread_that_ends_while_it_is_entered_is_taken_out_again(
+    waiting_tid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a thread that ends after it was looked at, whose end the kernel half has told before
+    here, ended = os.getpid(), 1 << 22
+    stats = {waiting_tid: procfs.ThreadStat("S", 7), ended: procfs.ThreadStat("R", 7)}
+    monkeypatch.setattr(procfs, "thread_ids", lambda pid: [ended, waiting_tid])
+    monkeypatch.setattr(procfs, "thread_stat", lambda pid, tid: stats.get(tid))
+    programs: Any = SimpleNamespace(threads=_Threads())
+    table = ProcessTable(1, lambda pid: 1, blind_inspector())
+    sleepers = Sleepers(programs, table, _no_walks(table), _NO_PYTHON, False)
+    for _ in sleepers.enter([here]):
+        if len(programs.threads.entries) == 2:
+            stats.pop(ended, None)
+    # THEN it is not in the table, and the other is
+    assert {*programs.threads.entries} == {waiting_tid.to_bytes(4, "little")}
 
 
 def test_threads_whose_time_is_known_are_not_said_to_miss_it(
