@@ -82,7 +82,7 @@ class StopReason(enum.IntEnum):
     ROOTED_BY_HEURISTIC = 11  # as ROOTED, with a caller found by a checked heuristic
     NO_TABLE_YET = 12  # code whose unwind information was still being read
     NOT_RUN_YET = 13  # a new thread that waits for its first CPU: it has no stack
-    NOT_SAMPLED = 14  # waits without stack, of a thread none of whose waits was chosen
+    NOT_SAMPLED = 14  # waits of a thread none of whose waits was chosen to have a stack
 
     @property
     def label(self) -> str:

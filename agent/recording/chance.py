@@ -5,15 +5,16 @@ Of a recording by chance the kernel half knows all of a thread's time off the CP
 stacks of some of its waits. Each of these was chosen with a probability that did not depend on how
 long it would last, and stands for so many (its weight): on average the weighted sums are right.
 Here they are scaled to the totals, which are exact, so that on + off = wall in every window
-(a ratio estimator: Cochran, Sampling Techniques, 6.1). Of a thread none of whose waits was chosen
-the time is there under a stack that says so.
+(a ratio estimator: Cochran, Sampling Techniques, 6.1). Where few stacks may be taken, none of a
+thread's waits may be chosen in a window: those that were in the windows before stand for them. Of a
+thread of which there are none either the time is there under a stack that says so.
 
 Waits of a second and more are not sampled: `long_waits`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +29,12 @@ Array = npt.NDArray[Any]
 Part = tuple[Array, Array]
 
 _GROUP = ("image", "tid", "sample_class")
+
+# For how long what was chosen stands for what comes: within that a thread is chosen again, however
+# few stacks may be taken (fleet/cost.py, the largest spacing).
+_REMEMBERED_NS = 128_000_000_000
+# Rows of stacks, thread and kind, those that came last: few are needed where many come.
+_MOST_REMEMBERED = 1 << 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,7 @@ class SharedOut:
 
     Attributes:
         keys, values: As the kernel's sums have them.
-        unsampled: Intervals that have no stack.
+        unsampled: Intervals that have no stack, not even one from before.
     """
 
     keys: Array
@@ -143,20 +150,73 @@ def write_chances(programs: Programs, chances: Chances, before: Chances | None) 
     programs.set(abi.Setting.WAIT_LISTED_NS, listed_ns)
 
 
-def share_out(rows: Part, totals: Part) -> SharedOut:
+class EarlierStacks:
+    """Waits that were chosen in the windows before, by stack, thread and kind.
+
+    Args:
+        is_kept: Whether windows know a stack still.
+    """
+
+    def __init__(self, is_kept: Callable[[int], bool]) -> None:
+        self._is_kept = is_kept
+        self._keys: Array = np.zeros(0, abi.SUM_KEY_DTYPE)  # the oldest first
+        self._values: Array = np.zeros(0, abi.SUM_VALUE_DTYPE)
+        self._window_ns: Array = np.zeros(0, np.int64)  # when the window of each ended
+
+    def add(self, rows: Part, boundary_ns: int) -> None:
+        """Takes note of what was chosen in a window that ends at a monotonic time."""
+        keys, values = rows
+        is_chosen = _are_chosen(keys)
+        ends_ns = np.full(int(is_chosen.sum()), boundary_ns, np.int64)
+        self._keys = np.concatenate([self._keys, keys[is_chosen]])[-_MOST_REMEMBERED:]
+        self._values = np.concatenate([self._values, values[is_chosen]])[-_MOST_REMEMBERED:]
+        self._window_ns = np.concatenate([self._window_ns, ends_ns])[-_MOST_REMEMBERED:]
+        first = int(np.searchsorted(self._window_ns, boundary_ns - _REMEMBERED_NS))
+        self._keys, self._values = self._keys[first:], self._values[first:]
+        self._window_ns = self._window_ns[first:]
+
+    def of(self, threads: Array) -> Part:
+        """Returns what there is of threads and kinds, SUM_KEY_DTYPE with one row for each."""
+        _, _, of_threads, of_rows = _groups(threads, self._keys)
+        is_theirs = np.isin(of_rows, of_threads)
+        stacks = np.unique(self._keys["stack"][is_theirs])
+        kept = stacks[[self._is_kept(stack) for stack in stacks.tolist()]]
+        is_theirs &= np.isin(self._keys["stack"], kept)
+        return self._keys[is_theirs], self._values[is_theirs]
+
+
+def _are_chosen(keys: Array) -> npt.NDArray[np.bool_]:
+    weights = keys["weight"]
+    found: npt.NDArray[np.bool_] = weights != abi.WEIGHT_EXACT
+    found &= weights != abi.WEIGHT_NOT_CHOSEN
+    return found
+
+
+def _no_earlier(_threads: Array) -> Part:
+    return np.zeros(0, abi.SUM_KEY_DTYPE), np.zeros(0, abi.SUM_VALUE_DTYPE)
+
+
+def share_out(
+    rows: Part, totals: Part, earlier: Callable[[Array], Part] = _no_earlier
+) -> SharedOut:
     """Scales what was chosen to what all was.
 
     Args:
         rows: Sums by stack, thread, kind and weight. Exact ones stay as they are.
         totals: Of intervals by chance, chosen or not, by thread and kind; of any stack.
+        earlier: Returns what stands for threads and kinds of which nothing was chosen.
 
     Returns:
         Rows of weight 0. For each thread and kind, those by chance add up to the total to the ns.
     """
     keys, values = rows
     is_exact = keys["weight"] == abi.WEIGHT_EXACT
-    is_chosen = ~is_exact & (keys["weight"] != abi.WEIGHT_NOT_CHOSEN)
-    chosen, raw = keys[is_chosen].copy(), values[is_chosen]
+    is_chosen = _are_chosen(keys)
+    chosen, raw = keys[is_chosen], values[is_chosen]
+    missing = _without(totals[0], chosen)
+    if len(missing):
+        stand_ins, of_stand_ins = earlier(missing)
+        chosen, raw = np.concatenate([chosen, stand_ins]), np.concatenate([raw, of_stand_ins])
     groups, first, of_total, of_chosen = _groups(totals[0], chosen)
     whole_ns = _sums(groups, of_total, totals[1]["ns"].astype(np.int64))
     whole_count = _sums(groups, of_total, totals[1]["count"].astype(np.int64))
@@ -165,6 +225,7 @@ def share_out(rows: Part, totals: Part) -> SharedOut:
     ns, count = weights * raw["ns"].astype(np.int64), weights * raw["count"].astype(np.int64)
     scaled["ns"] = _allotted(ns, np.maximum(count, 1), of_chosen, whole_ns)
     scaled["count"] = _allotted(count, np.maximum(ns, 1), of_chosen, whole_count)
+    chosen = chosen.copy()
     chosen["weight"] = abi.WEIGHT_EXACT
 
     is_bare = np.ones(groups, bool)
@@ -179,6 +240,16 @@ def share_out(rows: Part, totals: Part) -> SharedOut:
         np.concatenate([values[is_exact], scaled, bare]),
         int(bare["count"].sum()),
     )
+
+
+def _without(totals: Array, chosen: Array) -> Array:
+    """Returns threads and kinds of which nothing was chosen, a row of each."""
+    groups, first, of_total, of_chosen = _groups(totals, chosen)
+    is_there = np.zeros(groups, bool)
+    is_there[of_total] = True
+    is_there[of_chosen] = False
+    found: Array = totals[first[is_there]]
+    return found
 
 
 def _groups(

@@ -49,6 +49,7 @@ from aiflame.agent.processes.unwind_tables import UnwindTables
 from aiflame.agent.recording.chance import (
     CgroupLoad,
     Chances,
+    EarlierStacks,
     Load,
     Steers,
     share_out,
@@ -214,6 +215,7 @@ class Recorder:
         self._chances: Chances | None = None
         self._chances_number = 0
         self._waits_not_sampled = 0
+        self._earlier = EarlierStacks(lambda stack: self._window.is_kept("stacks", stack))
         self._told_counters: Counter[abi.Counter] = Counter()
         self._are_families_named = are_families_named
         self._options = options = foundation.options
@@ -844,9 +846,9 @@ class Recorder:
         """Returns what a window has of intervals by chance, and of those that are charged."""
         by_chance = charged.keys["weight"] != abi.WEIGHT_EXACT
         still = charged.keys[by_chance], charged.values[by_chance]
-        shared = share_out(
-            _joined(chosen, (charged.keys, charged.values)), _joined(charged.totals, still)
-        )
+        rows = _joined(chosen, (charged.keys, charged.values))
+        shared = share_out(rows, _joined(charged.totals, still), self._earlier.of)
+        self._earlier.add(rows, boundary_ns)
         self._waits_not_sampled += shared.unsampled
         if self._steers is not None and boundary_ns < self._end_ns:
             window_ns = boundary_ns - self._boundary_ns

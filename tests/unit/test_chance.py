@@ -12,13 +12,14 @@ import pytest
 from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.processes.table import ProcessTable
-from aiflame.agent.recording.chance import Part, SharedOut, share_out
+from aiflame.agent.recording.chance import EarlierStacks, Part, SharedOut, share_out
 from aiflame.agent.recording.thread_times import ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from support import blind_inspector
 
 _BLOCKED, _WAITING = SampleClass.BLOCKED, SampleClass.WAITING_TO_RUN
 _IMAGE, _PID = 1_000, 7
+_SECOND_NS = 1_000_000_000
 # stack, tid, kind, weight, count, ns
 Row = tuple[int, int, SampleClass, int, int, int]
 _ANY = abi.NOT_SAMPLED_STACK
@@ -89,6 +90,58 @@ def test_a_thread_of_which_nothing_was_chosen_says_so() -> None:
     shared = share_out(rows, _part(_total(8, _BLOCKED, 4, 100), _total(9, _WAITING, 7, 50)))
     assert _found(shared) == {(5, 8, _BLOCKED): (4, 100), (_ANY, 9, _WAITING): (7, 50)}
     assert shared.unsampled == 7
+
+
+def test_what_was_chosen_before_stands_for_windows_in_which_nothing_is() -> None:
+    # GIVEN a thread of which two stacks were chosen, and a third that windows know no more
+    earlier = EarlierStacks(lambda stack: stack != 7)
+    earlier.add(
+        _part(
+            (5, 8, _BLOCKED, 64, 1, 30),
+            (6, 8, _BLOCKED, 64, 1, 10),
+            (7, 8, _BLOCKED, 64, 5, 90),
+            (4, 8, _BLOCKED, abi.WEIGHT_EXACT, 1, 900),
+        ),
+        _SECOND_NS,
+    )
+    # WHEN it waits and nothing is chosen of it, nor of another, of a third something is
+    totals = _part(
+        _total(8, _BLOCKED, 6, 400), _total(9, _BLOCKED, 1, 7), _total(3, _BLOCKED, 1, 2)
+    )
+    rows = _part((5, 3, _BLOCKED, 64, 1, 2))
+    shared = share_out(rows, totals, earlier.of)
+    # THEN its time is divided as it was, and the other's has no stack
+    assert _found(shared) == {
+        (5, 8, _BLOCKED): (3, 300),
+        (6, 8, _BLOCKED): (3, 100),
+        (_ANY, 9, _BLOCKED): (1, 7),
+        (5, 3, _BLOCKED): (1, 2),
+    }
+    assert shared.unsampled == 1
+    # AND what is chosen now counts alone
+    shared = share_out(_part((9, 8, _BLOCKED, 64, 1, 1)), totals, earlier.of)
+    assert _found(shared)[9, 8, _BLOCKED] == (6, 400)
+
+
+def test_what_was_chosen_long_ago_stands_for_nothing() -> None:
+    earlier = EarlierStacks(lambda stack: True)
+    earlier.add(_part((5, 8, _BLOCKED, 64, 1, 30)), _SECOND_NS)
+    thread = _part(_total(8, _BLOCKED, 6, 400))[0]
+    earlier.add(_part(), 128 * _SECOND_NS)
+    assert len(earlier.of(thread)[0]) == 1
+    earlier.add(_part(), 130 * _SECOND_NS)
+    assert len(earlier.of(thread)[0]) == 0
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    earlier = EarlierStacks(lambda stack: True)
+    for stack in range(1, 30_001):
+        if stack % 1_000 == 0:
+            rows = [(each, 8, _BLOCKED, 64, 1, 30) for each in range(stack - 999, stack + 1)]
+            earlier.add(_part(*rows), _SECOND_NS)
+    keys, values = earlier.of(_part(_total(8, _BLOCKED, 1, 1))[0])
+    assert len(keys) == len(values) == 1 << 13
+    assert keys["stack"].max() == 30_000
 
 
 def test_chosen_waits_of_no_time_share_by_their_number() -> None:
