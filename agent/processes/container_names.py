@@ -8,6 +8,9 @@ podman and CRI-O share a storage library with one list of containers for each st
 
 Of podman there are no labels: these are in a database that its commands hold a lock on.
 
+Both keep them where they were told to, if they were (`engine_settings`), and what they had until
+then stays where it was: all of these places are looked at.
+
 No names have the containers of containerd, which keeps them in a database that it alone opens.
 Those of rootless engines have files of their users', who could put anything there: these are read
 otherwise (fleet/rootless.py), and read as what they are here.
@@ -25,12 +28,22 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from aiflame.agent.processes.engine_settings import (
+    MAX_SETTINGS_BYTES,
+    StorageConf,
+    absolute,
+    data_root,
+    storage_conf,
+)
+
 _ID = re.compile(r"[0-9a-f]{64}")
 # Debian's and docker's own packages; snap's.
 _DOCKER_ROOTS = ("var/lib/docker", "var/snap/docker/common/var-lib-docker")
 _DOCKER_SETTINGS = "etc/docker/daemon.json"
 # Permanent storage, and what does not outlive the boot (storage.conf(5): graphroot, runroot).
 _STORAGE_ROOTS = ("var/lib/containers/storage", "run/containers/storage")
+# The administrator's, in place of the distribution's: of two, one is believed.
+_STORAGE_SETTINGS = ("etc/containers/storage.conf", "usr/share/containers/storage.conf")
 _DRIVERS = "*-containers"
 STORAGE_LISTS = ("containers.json", "volatile-containers.json")
 DOCKER_STATE = "config.v2.json"
@@ -147,7 +160,7 @@ def _labels(value: Any) -> tuple[tuple[str, str], ...]:
 def engine_directories(root: Path) -> list[Path]:
     """Returns where engines keep what `facts_of` reads, whether it is there or not."""
     docker = [path / "containers" for path in _docker_roots(root)]
-    return [*docker, *(root / folder for folder in _STORAGE_ROOTS)]
+    return [*docker, *_storage_roots(root)]
 
 
 def state_directories(root: Path = Path("/")) -> list[Path]:
@@ -158,9 +171,8 @@ def state_directories(root: Path = Path("/")) -> list[Path]:
     Args:
         root: As for names_of.
     """
-    storage = [root / folder for folder in _STORAGE_ROOTS]
-    drivers = [path for folder in storage for path in folder.glob(_DRIVERS)]
-    return [path for path in (*engine_directories(root), *drivers) if path.is_dir()]
+    drivers = _storage_drivers(root)
+    return [path for path in (*engine_directories(root), *drivers) if _is_directory(path)]
 
 
 def is_state_directory(path: Path) -> bool:
@@ -170,16 +182,50 @@ def is_state_directory(path: Path) -> bool:
     )
 
 
-def _docker_roots(root: Path) -> Iterator[Path]:
-    yield from (root / folder for folder in _DOCKER_ROOTS)
-    settings = _json(_read(root / _DOCKER_SETTINGS, _MAX_CONTAINER_BYTES))
-    moved = settings.get("data-root") if isinstance(settings, dict) else None
-    if isinstance(moved, str) and moved.startswith("/"):
-        yield root / moved.lstrip("/")
+def system_storage_conf(root: Path = Path("/")) -> StorageConf:
+    """Returns what the machine's own storage.conf says.
+
+    Args:
+        root: As for names_of.
+    """
+    for name in _STORAGE_SETTINGS:
+        if text := _read(root / name, MAX_SETTINGS_BYTES):
+            return storage_conf(text)
+    return StorageConf()
+
+
+def _docker_roots(root: Path) -> list[Path]:
+    moved = absolute(data_root(_read(root / _DOCKER_SETTINGS, MAX_SETTINGS_BYTES)))
+    return _places(root, _DOCKER_ROOTS, moved)
+
+
+def _storage_roots(root: Path) -> list[Path]:
+    settings = system_storage_conf(root)
+    moved = (absolute(path) for path in (settings.graph_root, settings.run_root))
+    return _places(root, _STORAGE_ROOTS, *moved)
+
+
+def _places(root: Path, known: Iterable[str], *moved: str) -> list[Path]:
+    """Returns each place once: most settings say what is so anyway."""
+    inside = (*known, *(path.lstrip("/") for path in moved))
+    return [*dict.fromkeys(root / path for path in inside if path)]
+
+
+def _storage_drivers(root: Path) -> list[Path]:
+    roots = [path for path in _storage_roots(root) if _is_directory(path)]
+    return [path for folder in roots for path in folder.glob(_DRIVERS)]
+
+
+def _is_directory(path: Path) -> bool:
+    """Whether it is one; also a path that was mistyped, or whose file system is gone, is none."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def _storage_facts(root: Path, wanted: frozenset[str]) -> dict[str, EngineFacts]:
-    drivers = [path for folder in _STORAGE_ROOTS for path in (root / folder).glob(_DRIVERS)]
+    drivers = _storage_drivers(root)
     lists = (facts_in(path / name) for path in drivers for name in STORAGE_LISTS)
     return {key: facts for found in lists for key, facts in found.items() if key in wanted}
 

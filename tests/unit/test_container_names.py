@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiflame.agent.processes.container_names import EngineFacts, facts_of, names_of
+from aiflame.agent.processes.container_names import (
+    EngineFacts,
+    engine_directories,
+    facts_of,
+    names_of,
+    state_directories,
+)
 
 _WEB, _DB, _JOB = "a" * 64, "b" * 64, "c" * 64
 
@@ -38,6 +44,71 @@ def test_names_of_podman_and_of_cri_o(tmp_path: Path) -> None:
     _write(storage / "containers.json", [{"id": _WEB, "names": ["web"]}, {"id": _DB}])
     _write(storage / "volatile-containers.json", [{"id": _JOB, "names": ["job", "alias"]}])
     assert names_of([_WEB, _DB, _JOB], tmp_path) == {_WEB: "web", _JOB: "job"}
+
+
+def _moved(root: Path, folder: str, settings: str = "etc/containers/storage.conf") -> None:
+    _write(root / settings, f'[storage]\ngraphroot = "{folder}"\n')
+
+
+def test_names_of_podman_where_storage_was_moved(tmp_path: Path) -> None:
+    # GIVEN a storage that was moved after a container was made, by the administrator
+    _moved(tmp_path, "/opt/never", "usr/share/containers/storage.conf")
+    _write(tmp_path / "etc/containers/storage.conf",
+           '[storage]\ngraphroot = "/srv/graph"\nrunroot = "/srv/run"\n')  # fmt: skip
+    for folder, key, name in (
+        ("var/lib/containers/storage", _WEB, "web"),
+        ("srv/graph", _DB, "db"),
+        ("srv/run", _JOB, "job"),
+        ("opt/never", "d" * 64, "never"),
+    ):
+        storage = tmp_path / folder / "overlay-containers"
+        _write(storage / "containers.json", [{"id": key, "names": [name]}])
+    ids = [_WEB, _DB, _JOB, "d" * 64]
+    assert names_of(ids, tmp_path) == {_WEB: "web", _DB: "db", _JOB: "job"}
+    # WHEN only the distribution says where
+    (tmp_path / "etc/containers/storage.conf").unlink()
+    assert names_of(ids, tmp_path) == {_WEB: "web", "d" * 64: "never"}
+
+
+def test_places_of_engines_are_told_once(tmp_path: Path) -> None:
+    before = engine_directories(tmp_path)
+    _moved(tmp_path, "/var/lib/containers/storage/")
+    _write(tmp_path / "etc/docker/daemon.json", {"data-root": "/var/lib/docker"})
+    assert engine_directories(tmp_path) == before
+    _moved(tmp_path, "/srv/graph")
+    assert engine_directories(tmp_path) == [*before, tmp_path / "srv/graph"]
+
+
+def test_a_place_that_no_file_system_can_have(tmp_path: Path) -> None:
+    _docker(tmp_path, _WEB, {"Name": "/web"})
+    _moved(tmp_path, "/srv/" + "a" * 300)
+    _write(tmp_path / "etc/docker/daemon.json", {"data-root": "/srv/" + "b" * 300})
+    assert state_directories(tmp_path) == [tmp_path / "var/lib/docker/containers"]
+    assert names_of([_WEB], tmp_path) == {_WEB: "web"}
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "huge", "damaged", "relative", "another user"])
+def test_settings_that_are_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    _moved(tmp_path, "srv" if kind == "relative" else "/srv")
+    path = tmp_path / "etc/containers/storage.conf"
+    match kind:
+        case "link":
+            path.symlink_to(path.rename(tmp_path / "elsewhere"))
+        case "fifo":
+            path.unlink()
+            os.mkfifo(path)
+        case "huge":
+            path.write_text(path.read_text() + "#" * (64 << 10))
+        case "damaged":
+            path.write_text(path.read_text() + "[")
+        case "another user":
+            if os.geteuid() == 0:
+                os.chown(path, 65534, 65534)
+            else:
+                monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    assert tmp_path / "srv" not in engine_directories(tmp_path)
 
 
 def test_images_and_labels(tmp_path: Path) -> None:

@@ -86,6 +86,20 @@ def test_an_engine_that_is_installed_later(tmp_path: Path, monkeypatch: pytest.M
         assert _known(watch, _WEB, _DB) == {_DB: "db"}
 
 
+def test_a_storage_that_is_moved_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_watch, "_LOOK_S", 0.01)
+    driver, settings = tmp_path / "srv/graph/overlay-containers", tmp_path / "etc/containers"
+    for folder in (driver, settings):
+        folder.mkdir(parents=True)
+    with _watching(tmp_path) as watch:
+        (settings / "storage.conf").write_text("[storage]\ngraphroot = '/srv/graph'\n")
+        wait_until(lambda: driver in watch._watched.values(), 10)
+        _write(driver / "volatile-containers.json", [{"id": _DB, "names": ["db"]}])
+        wait_until(lambda: _DB in watch._known, 10)
+        _write(driver / "volatile-containers.json", [])
+        assert _known(watch, _WEB, _DB) == {_DB: "db"}
+
+
 def test_events_that_were_lost_cost_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
