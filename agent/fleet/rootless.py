@@ -8,8 +8,12 @@ a local file system is not read, and nothing that is larger than a bound. What i
 that user's containers only. Reading takes a share of a CPU for each user. A user with a path that
 does not open in time is left alone for a while, and in the end for good.
 
-Only places that engines choose by themselves are known: a user's own XDG_DATA_HOME and storage.conf
-are not read. Labels are not taken: rules of the agent go by these.
+Engines keep containers where they do so by themselves, and where the user's storage.conf and
+daemon.json say, or the machine's storage.conf (`engine_settings`). What users wrote there may name
+any directory of the host. So the way to one is walked as the user could: no link on it, each
+directory open to all or the user's own, and the last one the user's own. Where a user's processes
+have another XDG_CONFIG_HOME or XDG_DATA_HOME cannot be known from files, and is not. Labels are not
+taken: rules of the agent go by these.
 """
 
 from __future__ import annotations
@@ -19,13 +23,15 @@ import ctypes
 import os
 import pwd
 import select
+import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from aiflame.agent.fleet.engine_watch import CHANGES
 from aiflame.agent.inspector.opener import Opener
@@ -36,13 +42,25 @@ from aiflame.agent.processes.container_names import (
     docker_facts,
     is_container_id,
     listed_facts,
+    system_storage_conf,
+)
+from aiflame.agent.processes.engine_settings import (
+    MAX_SETTINGS_BYTES,
+    absolute,
+    data_root,
+    storage_conf,
 )
 
 # storage.conf(5), rootless: below XDG_DATA_HOME and below XDG_RUNTIME_DIR.
 _GRAPH_ROOT, _RUN_ROOT = ".local/share/containers/storage", "containers"
 # Those that a user may have, of containers/storage's drivers.
 _DRIVERS = ("overlay", "vfs", "btrfs")
-_DOCKER_CONTAINERS = ".local/share/docker/containers"
+_DOCKER_ROOT, _DOCKER_CONTAINERS = ".local/share/docker", "containers"
+# Below XDG_CONFIG_HOME.
+_STORAGE_SETTINGS = ".config/containers/storage.conf"
+_DOCKER_SETTINGS = ".config/docker/daemon.json"
+# On the way to a directory that a user chose: each costs a question to whoever opens it.
+_MAX_DEPTH = 32
 
 # Of a file: about 1 KB for each container. What JSON of this size becomes takes 15 MB at most.
 _MAX_BYTES = 512 << 10
@@ -68,36 +86,85 @@ _BUFFER_BYTES, _MAX_DRAINED = 1 << 16, 128
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def home_of(uid: int) -> str:
-    """Returns a user's home directory, "" for none."""
+class Account(NamedTuple):
+    """A user, as the machine knows one; "" for what it does not.
+
+    Attributes:
+        name: To log in by.
+        home: The home directory.
+    """
+
+    name: str = ""
+    home: str = ""
+
+
+def account_of(uid: int) -> Account:
+    """Returns what the machine knows of a user."""
     try:
-        return pwd.getpwuid(uid).pw_dir
+        entry = pwd.getpwuid(uid)
     except KeyError:
-        return ""
+        return Account()
+    return Account(entry.pw_name, entry.pw_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Directories that settings name, besides those that engines have by themselves; "" for none.
+
+    Attributes:
+        graph_root: Of podman's storage library.
+        run_root: The same, for what does not outlive the boot.
+        docker: Of all that docker has.
+    """
+
+    graph_root: str = ""
+    run_root: str = ""
+    docker: str = ""
+
+
+class _Folder(NamedTuple):
+    """A directory that can be looked into.
+
+    Attributes:
+        root: No link leads out of this one.
+        prefix: The way from there, with a slash at the end; "" if it is the root.
+    """
+
+    root: str
+    prefix: str
 
 
 @dataclass(slots=True)
 class _User:
     uid: int
     inotify: int = -1
-    home: str | None = None  # not looked for yet
+    account: Account | None = None  # not looked for yet
+    chosen: _Chosen | None = None  # the same
     known: OrderedDict[str, EngineFacts] = field(default_factory=OrderedDict)
     is_due: bool = True
     ready_s: float = 0.0
     misses: int = 0
+
+    @property
+    def home(self) -> str:
+        """Its home directory, "" for none."""
+        return "" if self.account is None else self.account.home
 
 
 class RootlessEngines:
     """Keeps what rootless engines tell, in a thread that runs once a user's container was seen.
 
     Args:
-        home: Returns the home directory of a user.
-        run: Where the runtime directories of users are.
+        account: Returns what the machine knows of a user.
+        root: Where the machine's own settings and the runtime directories are; another one in
+            tests.
     """
 
-    def __init__(self, home: Callable[[int], str] = home_of, run: Path = Path("/run/user")) -> None:
-        self._home_of = home
-        self._run_directory = run
+    def __init__(
+        self, account: Callable[[int], Account] = account_of, root: Path = Path("/")
+    ) -> None:
+        self._account_of = account
+        self._root = root
         self._users: OrderedDict[int, _User] = OrderedDict()
         self._lock = threading.Lock()
         self._opener = Opener()
@@ -169,17 +236,31 @@ class RootlessEngines:
         begun_s = time.thread_time()
         user.is_due = False
         try:
-            if user.home is None:
-                user.home = self._home_of(user.uid)
-                user.inotify = int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+            if user.account is None:
+                user.account = self._account_of(user.uid)
             _drain(user.inotify)  # before: what changes from now on is told
-            for container_id, facts in (*self._of_podman(user), *self._of_docker(user)):
-                self._take(user, container_id, facts)
+            chosen = self._chosen_by(user)
+            if chosen == user.chosen:
+                podman, docker = self._of_podman(user, chosen), self._of_docker(user, chosen)
+                for container_id, facts in (*podman, *docker):
+                    self._take(user, container_id, facts)
+            else:
+                self._begin(user, chosen)
         except Exception:  # whatever it is, it is of one user: others keep their names
             self._miss(user)
             return
         taken_s = time.thread_time() - begun_s
         user.ready_s = time.monotonic() + max(taken_s / _READING_SHARE, _LEAST_REST_S)
+
+    def _begin(self, user: _User, chosen: _Chosen) -> None:
+        """Has a user looked at anew, since settings have changed or were not known yet.
+
+        What was watched until then is not any more, or a user who changes them all the time would
+        have all the watches that root may have.
+        """
+        _close(user)
+        user.inotify = int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+        user.chosen, user.is_due = chosen, True
 
     def _miss(self, user: _User) -> None:
         """Leaves a user alone for a while."""
@@ -200,42 +281,120 @@ class RootlessEngines:
             while len(user.known) > _MAX_KNOWN:
                 user.known.popitem(last=False)
 
-    def _of_podman(self, user: _User) -> Iterator[tuple[str, EngineFacts]]:
-        run = str(self._run_directory / str(user.uid))
-        for root, storage in ((user.home, _GRAPH_ROOT), (run, _RUN_ROOT)):
-            if not root or not self._watch(user, root, storage):
-                continue
-            for driver in (f"{storage}/{name}-containers" for name in _DRIVERS):
+    def _chosen_by(self, user: _User) -> _Chosen:
+        """Reads settings; has changes in those of the user told."""
+        own = storage_conf(self._setting(user, _STORAGE_SETTINGS))
+        # storage.conf(5): a user's file takes nothing from the machine's but this.
+        graph_root = (
+            own.graph_root or own.rootless_path or system_storage_conf(self._root).rootless_path
+        )
+        name, home = user.account or Account()
+        variables = {"HOME": home, "UID": str(user.uid), "USER": name}
+        docker = data_root(self._setting(user, _DOCKER_SETTINGS))
+        return _Chosen(
+            absolute(graph_root, variables), absolute(own.run_root, variables), absolute(docker)
+        )
+
+    def _setting(self, user: _User, path: str) -> bytes:
+        if not user.home or not self._watch(user, user.home, str(Path(path).parent)):
+            return b""
+        return self._text(user, user.home, path, MAX_SETTINGS_BYTES)
+
+    def _of_podman(self, user: _User, chosen: _Chosen) -> Iterator[tuple[str, EngineFacts]]:
+        run = str(self._root / f"run/user/{user.uid}")
+        known = ((user.home, _GRAPH_ROOT), (run, _RUN_ROOT))
+        moved = (chosen.graph_root, chosen.run_root)
+        for root, prefix in self._folders(user, known, moved):
+            for driver in (f"{prefix}{name}-containers" for name in _DRIVERS):
                 if self._watch(user, root, driver):
                     for name in STORAGE_LISTS:
-                        yield from listed_facts(self._text(user, root, f"{driver}/{name}")).items()
+                        text = self._text(user, root, f"{driver}/{name}", _MAX_BYTES)
+                        yield from listed_facts(text).items()
 
-    def _of_docker(self, user: _User) -> Iterator[tuple[str, EngineFacts]]:
-        if not user.home:
-            return
-        for container_id in self._docker_ids(user, user.home):
-            folder = f"{_DOCKER_CONTAINERS}/{container_id}"
-            # Before it is read, since its file comes after it.
-            if container_id not in user.known and self._watch(user, user.home, folder):
-                facts = docker_facts(self._text(user, user.home, f"{folder}/{DOCKER_STATE}"))
-                if facts is not None:
-                    yield container_id, facts
+    def _of_docker(self, user: _User, chosen: _Chosen) -> Iterator[tuple[str, EngineFacts]]:
+        known = ((user.home, _DOCKER_ROOT),)
+        for root, prefix in self._folders(user, known, (chosen.docker,)):
+            containers = f"{prefix}{_DOCKER_CONTAINERS}"
+            for container_id in self._docker_ids(user, root, containers):
+                folder = f"{containers}/{container_id}"
+                # Before it is read, since its file comes after it.
+                if container_id not in user.known and self._watch(user, root, folder):
+                    text = self._text(user, root, f"{folder}/{DOCKER_STATE}", _MAX_BYTES)
+                    facts = docker_facts(text)
+                    if facts is not None:
+                        yield container_id, facts
 
-    def _docker_ids(self, user: _User, home: str) -> list[str]:
-        if not self._watch(user, home, _DOCKER_CONTAINERS):
+    def _docker_ids(self, user: _User, root: str, containers: str) -> list[str]:
+        if not self._watch(user, root, containers):
             return []
-        with self._directory(home, _DOCKER_CONTAINERS) as path, contextlib.suppress(OSError):
+        with self._directory(root, containers) as path, contextlib.suppress(OSError):
             with os.scandir(path) as entries:
                 names = [entry.name for entry in islice(entries, _MAX_LISTED)]
             return [name for name in names if is_container_id(name)][:_MAX_KNOWN]
         return []
 
+    def _folders(
+        self, user: _User, known: Collection[tuple[str, str]], chosen: Iterable[str]
+    ) -> Iterator[_Folder]:
+        """Yields the directories that there are, and has changes in them told.
+
+        Args:
+            user: Whose they are.
+            known: Root directories of the user's, and ways from there.
+            chosen: Paths that settings have, "" for none.
+        """
+        for root, path in known:
+            if root and self._watch(user, root, path):
+                yield _Folder(root, f"{path}/")
+        # Settings may say what is so anyway.
+        left = {path for path in chosen if path} - {f"{root}/{path}" for root, path in known}
+        for path in sorted(left):
+            with contextlib.ExitStack() as opened:
+                if own := self._walk(user, path, opened):
+                    _tell(user, own)
+                    yield _Folder(own, "")
+
+    def _walk(self, user: _User, path: str, opened: contextlib.ExitStack) -> str:
+        """Returns another path of a user's own directory, "" if the user could not get there.
+
+        Each part is looked for in the very directory that the one before it was, so that nothing
+        can be put in its place meanwhile. Where the home directory is, the machine says.
+
+        Args:
+            user: Who chose it.
+            path: Of a directory.
+            opened: Closes what the other path goes by.
+
+        Raises:
+            TimeoutError: It does not open.
+        """
+        home = user.home.rstrip("/")
+        is_at_home = bool(home) and path.startswith(f"{home}/")
+        root, way = (home, path[len(home) :]) if is_at_home else ("/", path)
+        parts = way[1:].split("/")
+        if len(parts) > _MAX_DEPTH:
+            return ""
+        owner_uid = -1
+        try:
+            for part in parts:
+                found = self._opener.directory(root, part)
+                opened.callback(os.close, found.fd)
+                # By this process's number: another one looks there.
+                root, owner_uid = f"/proc/{os.getpid()}/fd/{found.fd}", found.owner_uid
+                needed = stat.S_IXUSR if owner_uid == user.uid else stat.S_IXOTH
+                if not os.fstat(found.fd).st_mode & needed:
+                    return ""
+        except TimeoutError:
+            raise
+        except OSError:  # there is none, or a link
+            return ""
+        return root if owner_uid == user.uid else ""
+
     def _watch(self, user: _User, root: str, path: str) -> bool:
         """Has changes in a directory told; returns whether it is there."""
         try:
             with self._directory(root, path) as found:
-                if user.inotify >= 0:
-                    _libc.inotify_add_watch(user.inotify, os.fsencode(found), CHANGES)
+                _tell(user, found)
         except TimeoutError:
             raise
         except OSError:
@@ -250,7 +409,7 @@ class RootlessEngines:
         finally:
             os.close(fd)
 
-    def _text(self, user: _User, root: str, path: str) -> bytes:
+    def _text(self, user: _User, root: str, path: str, limit: int) -> bytes:
         """Returns what a file of the user's has, none of any other, or of one that is too large.
 
         Raises:
@@ -265,12 +424,18 @@ class RootlessEngines:
         try:
             if not file.is_local or file.owner_uid != user.uid:
                 return b""
-            text = os.pread(file.fd, _MAX_BYTES + 1, 0)
+            text = os.pread(file.fd, limit + 1, 0)
         except OSError:
             return b""
         finally:
             os.close(file.fd)
-        return text if len(text) <= _MAX_BYTES else b""
+        return text if len(text) <= limit else b""
+
+
+def _tell(user: _User, path: str) -> None:
+    """Has changes in a directory told."""
+    if user.inotify >= 0:
+        _libc.inotify_add_watch(user.inotify, os.fsencode(path), CHANGES)
 
 
 def _close(user: _User) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 from aiflame.agent.fleet import rootless
-from aiflame.agent.fleet.rootless import RootlessEngines
+from aiflame.agent.fleet.rootless import Account, RootlessEngines
+from aiflame.agent.inspector.opener import OpenedFile, Opener
 from aiflame.agent.processes.container_names import EngineFacts
 from support import wait_until
 
@@ -27,7 +29,7 @@ _DOCKER = ".local/share/docker/containers"
 @contextmanager
 def _engines(folder: Path) -> Iterator[RootlessEngines]:
     """Engines of users that all have their home in one directory."""
-    engines = RootlessEngines(lambda uid: str(folder / "home"), folder / "run")
+    engines = RootlessEngines(lambda uid: Account("ann", str(folder / "home")), folder)
     try:
         yield engines
     finally:
@@ -68,7 +70,7 @@ def _wait_for(engines: RootlessEngines, uid: int = _ME, **names: str) -> None:
 def test_containers_of_podman_and_docker(tmp_path: Path, storage: Path) -> None:
     # GIVEN a list in each of the places that podman has, and a container of docker
     _write(storage / "containers.json", [_listed(_WEB, "web")])
-    run = tmp_path / "run" / str(_ME) / "containers" / "vfs-containers"
+    run = tmp_path / "run/user" / str(_ME) / "containers" / "vfs-containers"
     _write(run / "volatile-containers.json", [_listed(_DB, "db")])
     settings = {"Image": "job:3", "Labels": {"team": "a"}}
     _write(tmp_path / "home" / _DOCKER / _JOB / "config.v2.json",
@@ -123,7 +125,7 @@ def test_what_is_not_a_users_own_list_is_not_read(tmp_path: Path, storage: Path,
             path.mkdir()
         case "huge":
             path.write_text(json.dumps([_listed(_WEB, "web")]) + " " * (512 << 10))
-    _write(tmp_path / "run" / str(_ME) / "containers/vfs-containers/containers.json",
+    _write(tmp_path / "run/user" / str(_ME) / "containers/vfs-containers/containers.json",
            [_listed(_DB, "db")])  # fmt: skip
     with _engines(tmp_path) as engines:
         # THEN what is in order has its name, and nothing else has
@@ -194,3 +196,239 @@ def test_a_user_whose_files_do_not_open_is_left_alone(
         else:
             assert _known(engines, _WEB, _DB) == {_WEB: "web"}
             assert engines._users[_ME].inotify == -1
+
+
+_CONF = "home/.config/containers/storage.conf"
+_DAEMON = "home/.config/docker/daemon.json"
+
+
+def _conf(**paths: str | Path) -> str:
+    return "[storage]\n" + "".join(f'{name} = "{path}"\n' for name, path in paths.items())
+
+
+def _storage_of(folder: Path, container_id: str, name: str) -> None:
+    _write(folder / "overlay-containers/containers.json", [_listed(container_id, name)])
+
+
+def test_storage_that_a_user_has_moved(tmp_path: Path, storage: Path) -> None:
+    # GIVEN a storage where it was before, and others outside of the home directory and in it
+    _write(storage / "containers.json", [_listed(_WEB, "web")])
+    _write(tmp_path / _CONF,
+           _conf(graphroot=f"{tmp_path}/data/$USER", runroot="${HOME}/run-$UID"))  # fmt: skip
+    _storage_of(tmp_path / "data/ann", _DB, "db")
+    _storage_of(tmp_path / f"home/run-{_ME}", _JOB, "job")
+    # AND what was moved of docker
+    _write(tmp_path / _DAEMON, {"data-root": f"{tmp_path}/data/docker"})
+    key = "d" * 64
+    _write(tmp_path / "data/docker/containers" / key / "config.v2.json", {"Name": "/moved"})
+    with _engines(tmp_path) as engines:
+        _wait_for(engines, a="web", b="db", c="job", d="moved")
+        # WHEN others come and go where they are now
+        _storage_of(tmp_path / "data/ann", "e" * 64, "new")
+        wait_until(lambda: "e" * 64 in engines._users[_ME].known, 10)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_where_the_machine_has_users_keep_containers(tmp_path: Path, is_own: bool) -> None:
+    # GIVEN a place for all users, which one of them has not, or has in a file without a graphroot
+    path = f"{tmp_path}/data/$UID"
+    if is_own:
+        _write(tmp_path / _CONF, _conf(driver="vfs", rootless_storage_path=path))
+        path = "/nowhere"
+    _write(tmp_path / "etc/containers/storage.conf",
+           _conf(graphroot=f"{tmp_path}/roots", rootless_storage_path=path))  # fmt: skip
+    _storage_of(tmp_path / f"data/{_ME}", _WEB, "web")
+    _storage_of(tmp_path / "roots", _DB, "db")
+    with _engines(tmp_path) as engines:
+        _wait_for(engines, a="web")
+        assert _known(engines, _DB) == {}
+
+
+def test_settings_that_change(tmp_path: Path) -> None:
+    _write(tmp_path / _CONF, _conf(graphroot=f"{tmp_path}/one"))
+    _storage_of(tmp_path / "one", _WEB, "web")
+    _storage_of(tmp_path / "two", _DB, "db")
+    with _engines(tmp_path) as engines:
+        _wait_for(engines, a="web")
+        user = engines._users[_ME]
+        wait_until(lambda: not user.is_due, 10)
+        # WHEN storage is moved, and nobody asks for a container
+        _write(tmp_path / _CONF, _conf(graphroot=f"{tmp_path}/two"))
+        # THEN it is noticed, and what was there before is not watched any more
+        wait_until(lambda: _DB in user.known, 10)
+        _storage_of(tmp_path / "one", _JOB, "job")
+        _storage_of(tmp_path / "two", "d" * 64, "new")
+        wait_until(lambda: "d" * 64 in user.known, 10)
+        assert _known(engines, _WEB, _JOB) == {_WEB: "web"}
+
+
+def test_settings_that_say_what_is_so_anyway_cost_no_second_look(
+    tmp_path: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[bytes] = []
+
+    def listed(text: bytes) -> dict[str, EngineFacts]:
+        read.append(text)
+        return {}
+
+    monkeypatch.setattr(rootless, "listed_facts", listed)
+    content = _write(storage / "containers.json", [_listed(_WEB, "web")]).read_bytes()
+    _write(tmp_path / _CONF, _conf(graphroot="$HOME/" + _STORAGE))
+    with _engines(tmp_path) as engines:
+        _known(engines, _WEB)
+        wait_until(lambda: read and not engines._users[_ME].is_due, 10)
+        assert read.count(content) == 1
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["link", "link above", "closed above", "another's", "another's list", "no folder", "proc",
+     "own root", "link out of it", "list that is a link", "deep", "unknown variable", "itself"],
+)  # fmt: skip
+def test_a_chosen_place_that_the_user_could_not_have_is_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    # GIVEN a list below a directory of the host's
+    host = tmp_path / "host/storage"
+    _storage_of(host, _WEB, "secret")
+    path: str | Path = host
+    inode = -1
+    match kind:
+        case "link":
+            (tmp_path / "link").symlink_to(host)
+            path = tmp_path / "link"
+        case "link above":
+            (tmp_path / "link").symlink_to(host.parent)
+            path = tmp_path / "link/storage"
+        case "closed above":
+            inode = host.parent.stat().st_ino
+        case "another's":
+            inode = host.stat().st_ino
+        case "another's list":
+            inode = (host / "overlay-containers/containers.json").stat().st_ino
+        case "no folder":
+            path = host / "overlay-containers/containers.json"
+        case "proc":
+            path = f"/proc/{os.getpid()}/cwd"
+            monkeypatch.chdir(host)
+        case "own root":
+            path = f"/proc/self/root{host}"
+        case "link out of it":
+            path = tmp_path / "chosen"
+            path.mkdir()
+            (path / "overlay-containers").symlink_to(host / "overlay-containers")
+        case "list that is a link":
+            path = tmp_path / "chosen"
+            (path / "overlay-containers").mkdir(parents=True)
+            (path / "overlay-containers/containers.json").symlink_to(
+                host / "overlay-containers/containers.json"
+            )
+        case "deep":
+            path = host.joinpath(*["a"] * 40)
+            _storage_of(path, _WEB, "secret")
+        case "unknown variable":
+            path = f"{host}/$NONE"
+        case "itself":
+            path = "/"
+    # Others may enter one that is wrong in nothing but its owner.
+    _be_of_another_user(monkeypatch, inode, 0o700 if kind == "closed above" else 0o755)
+    _write(tmp_path / _CONF, _conf(graphroot=path))
+    _write(tmp_path / "run/user" / str(_ME) / "containers/vfs-containers/containers.json",
+           [_listed(_DB, "db")])  # fmt: skip
+    with _engines(tmp_path) as engines:
+        # THEN what is in order has its name, and nothing else has
+        _wait_for(engines, b="db")
+        user = engines._users[_ME]
+        wait_until(lambda: user.chosen is not None and not user.is_due, 10)
+        engines.facts_of(_ME, [_WEB])
+        wait_until(lambda: not user.is_due, 10)
+        assert _known(engines, _WEB) == {}
+        assert user.misses == 0
+
+
+def _be_of_another_user(monkeypatch: pytest.MonkeyPatch, inode: int, mode: int = 0o700) -> None:
+    """Has a file or directory seem to be another user's."""
+    for name in ("directory", "beneath"):
+        opens = getattr(Opener, name)
+
+        def opened(*words: Any, opens: Any = opens, **options: Any) -> OpenedFile:
+            file: OpenedFile = opens(*words, **options)
+            return file._replace(owner_uid=_ME + 1) if file.inode == inode else file
+
+        monkeypatch.setattr(Opener, name, opened)
+    stat_of = os.fstat
+
+    def facts(fd: int) -> os.stat_result:
+        found = stat_of(fd)
+        if found.st_ino != inode:
+            return found
+        return os.stat_result((stat.S_IFMT(found.st_mode) | mode, *found[1:]))
+
+    monkeypatch.setattr(os, "fstat", facts)
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder", "huge", "damaged", "long", "another's"])
+def test_settings_of_a_user_that_are_not_believed(
+    tmp_path: Path, storage: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    # GIVEN settings that name a place that would be looked at
+    path = _write(tmp_path / _CONF, _conf(graphroot=tmp_path / "data"))
+    _storage_of(tmp_path / "data", _WEB, "web")
+    match kind:
+        case "link":
+            path.symlink_to(path.rename(tmp_path / "elsewhere"))
+        case "fifo":
+            path.unlink()
+            os.mkfifo(path)
+        case "folder":
+            path.unlink()
+            path.mkdir()
+        case "huge":
+            path.write_text(path.read_text() + "#" * (64 << 10))
+        case "damaged":
+            path.write_text(path.read_text() + "[")
+        case "long":
+            path.write_text(path.read_text() + "a." * 30_000 + "a = 1")
+        case "another's":
+            _be_of_another_user(monkeypatch, path.stat().st_ino)
+    _write(storage / "containers.json", [_listed(_DB, "db")])
+    with _engines(tmp_path) as engines:
+        _wait_for(engines, b="db")
+        user = engines._users[_ME]
+        wait_until(lambda: not user.is_due, 10)
+        assert _known(engines, _WEB) == {}
+        assert user.chosen == rootless._Chosen()
+
+
+def _open_files() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+def test_a_user_who_moves_storage_all_the_time_has_few_watches(tmp_path: Path) -> None:
+    for number in range(30):
+        _storage_of(tmp_path / f"data/{number}", f"{number:064x}", "x")
+    with _engines(tmp_path) as engines:
+        open_files = []
+        for number in range(30):
+            _write(tmp_path / _CONF, _conf(graphroot=tmp_path / f"data/{number}"))
+            wait_until(lambda key=f"{number:064x}": _known(engines, key), 10)
+            wait_until(lambda: not engines._users[_ME].is_due, 10)
+            open_files.append(_open_files())
+        # settings, and a storage with its driver: none of those that were left
+        listed = Path(f"/proc/self/fdinfo/{engines._users[_ME].inotify}").read_text()
+        assert listed.count("inotify wd") <= 4
+        wait_until(lambda: _open_files() <= min(open_files) + 2, 10)
+
+
+def test_nothing_stays_open(tmp_path: Path) -> None:
+    _write(tmp_path / _CONF, _conf(graphroot=tmp_path / "data", runroot=tmp_path / "none/there"))
+    with _engines(tmp_path) as engines:
+        _storage_of(tmp_path / "data", _WEB, "web")
+        _wait_for(engines, a="web")
+        wait_until(lambda: not engines._users[_ME].is_due, 10)
+        before = _open_files()
+        for number in range(20):
+            key = f"{number:064x}"
+            _storage_of(tmp_path / "data", key, "x")
+            wait_until(lambda key=key: _known(engines, key), 10)
+        wait_until(lambda: _open_files() <= before, 10)
