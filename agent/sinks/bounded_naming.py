@@ -3,7 +3,7 @@
 
 A host on which programs start all the time has ten thousands of distinct stacks a minute, most of
 them of short waits. Where there is no time for all, those left out keep their time, and lose their
-frames.
+frames unless a later window tells of them, and there is time.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.profile import SampleClass, StopReason
+from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Window
 from aiflame.agent.symbolize.namer import Namer
-from aiflame.agent.symbolize.stacks import NamedStack, UnnamedStack
+from aiflame.agent.symbolize.stacks import LEFT_OUT, NamedStack, UnnamedStack
 
 # Named at once: it takes 0.1 s. What a window says of processes is gone through for each.
-_CHUNK = 256
-
-_FRAMELESS = NamedStack(int(StopReason.LOST), b"", 0)
+NAMED_AT_ONCE = 256
 
 
 def by_importance(window: Window) -> npt.NDArray[np.int64]:
@@ -56,26 +54,21 @@ class BoundedNamer:
     def __init__(self, namer: Namer, budget_s: Callable[[Window], float | None]) -> None:
         self._namer = namer
         self._budget_s = budget_s
-        self._left_out = 0
         self.jit_symbols: dict[tuple[int, int], str] = {}
 
     @property
     def losses(self) -> Counter[LossKind]:
-        """What could not be named, and what there was no time for."""
-        found = Counter(self._namer.losses)
-        found[LossKind.NAMING_BEHIND] += self._left_out
-        return found
+        """What could not be named."""
+        return self._namer.losses
 
     def name(self, window: Window, stacks: Sequence[UnnamedStack]) -> list[NamedStack]:
-        """Names stacks of a window, in their order."""
+        """Names stacks of a window, in their order; LEFT_OUT those that there is no time for."""
         budget_s = self._budget_s(window)
-        chunk = len(stacks) if budget_s is None else _CHUNK
+        chunk = len(stacks) if budget_s is None else NAMED_AT_ONCE
         until_s = time.monotonic() + (budget_s or 0)
         found: list[NamedStack] = []
         self.jit_symbols = {}
         while len(found) < len(stacks) and (not found or time.monotonic() < until_s):
             found += self._namer.name(window, stacks[len(found) : len(found) + chunk])
             self.jit_symbols.update(self._namer.jit_symbols)
-        left_out = len(stacks) - len(found)
-        self._left_out += left_out
-        return found + [_FRAMELESS] * left_out
+        return found + [LEFT_OUT] * (len(stacks) - len(found))

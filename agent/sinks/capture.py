@@ -30,7 +30,7 @@ from aiflame.agent.model.window import (
     Timing,
     Window,
 )
-from aiflame.agent.sinks.bounded_naming import by_importance
+from aiflame.agent.sinks.bounded_naming import NAMED_AT_ONCE, by_importance
 from aiflame.agent.sinks.index import Numbers
 from aiflame.agent.sinks.kernel_files import KernelFiles
 from aiflame.agent.sinks.launch_ids import LaunchIds
@@ -40,7 +40,7 @@ from aiflame.agent.sinks.names import MAX_INTEGER, Names
 from aiflame.agent.sinks.open_times import OpenTimes, keys_of
 from aiflame.agent.sinks.told_kernels import ToldKernels
 from aiflame.agent.symbolize.mapped import by_process, laid_over
-from aiflame.agent.symbolize.stacks import KERNEL_CUT, NamedStack, UnnamedStack
+from aiflame.agent.symbolize.stacks import KERNEL_CUT, LEFT_OUT, NamedStack, UnnamedStack
 
 U32 = npt.NDArray[np.uint32]
 
@@ -59,6 +59,7 @@ class _Known(enum.IntEnum):
     WHOLE = 0
     LOST = 1  # it may come
     EARLY = 2  # it may be walked on
+    UNNAMED = 3  # there was no time to name it
 
 
 _KNOWN_BITS = 2
@@ -91,6 +92,7 @@ class CaptureSink:
         losses: By name, added up.
         end_ns: Where the last window ended, since the capture's beginning.
         lost_stacks: How many stacks never came.
+        unnamed_stacks: How many there was no time to name.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class CaptureSink:
         self.losses: Counter[str] = Counter()
         self.end_ns = 0
         self.lost_stacks = 0
+        self.unnamed_stacks = 0
         # Of stacks by id, and by -1 - process for want of one: the row and a `_Known`.
         self._rows = Numbers()
         self._row_count = 0
@@ -240,7 +243,7 @@ class CaptureSink:
         samples = window.samples
         switched = {*samples["stack"][samples["kind"] > SampleClass.ON_CPU].tolist()}
         switched.update(window.waits["stack"].tolist())
-        new: list[tuple[int, UnnamedStack]] = []
+        new: list[tuple[int, int, UnnamedStack]] = []
         # Whoever names them may run out of time.
         order = by_importance(window)
         for at, stack in zip(order.tolist(), window.stacks["stack"][order].tolist(), strict=True):
@@ -249,8 +252,11 @@ class CaptureSink:
                 continue
             found = window.stacks[at]
             now = _KNOWN_BY_REASON.get(int(found["stop_reason"]), _Known.WHOLE)
-            if now is known or (now is _Known.LOST and known is _Known.EARLY):
+            if now is known or (now is _Known.LOST and known is not None):
                 continue
+            if known is _Known.UNNAMED and len(new) >= NAMED_AT_ONCE:
+                continue  # there will be no time again: what is new comes first
+            self.unnamed_stacks -= known is _Known.UNNAMED
             row = self._set(stack, row, now)
             self.lost_stacks += (now is _Known.LOST) - (known is _Known.LOST)
             first, depth = int(found["first"]), int(found["kernel_depth"])
@@ -268,7 +274,7 @@ class CaptureSink:
                 # What the host half makes are stacks of threads that sleep.
                 is_from_switch=stack in switched or stack >> 32 == MADE_STACKS,
             )
-            new.append((row, unnamed))
+            new.append((stack, row, unnamed))
         self._put_rows(window, new)
 
     def _find(self, key: int) -> tuple[int, _Known | None]:
@@ -284,14 +290,17 @@ class CaptureSink:
         self._row_count = max(self._row_count, row + 1)
         return row
 
-    def _put_rows(self, window: Window, new: list[tuple[int, UnnamedStack]]) -> None:
-        """Writes new stacks, named if there is somebody who can."""
-        stacks = [stack for _, stack in new]
+    def _put_rows(self, window: Window, new: list[tuple[int, int, UnnamedStack]]) -> None:
+        """Writes new stacks, named if there is somebody who can; each with its key and row."""
+        stacks = [stack for *_, stack in new]
         named: Sequence[NamedStack | None] = [None] * len(stacks)
         if self._namer is not None:
             named = self._namer.name(window, stacks)
         rows = []
-        for (row, stack), found in zip(new, named, strict=True):
+        for (key, row, stack), found in zip(new, named, strict=True):
+            if found is LEFT_OUT:
+                self._set(key, row, _Known.UNNAMED)
+                self.unnamed_stacks += 1
             end = stack.stop_reason if found is None else found.stop_reason
             raw = (stack.process, stack.kernel_depth, end, stack.addresses)
             rows.append((row, *raw, *((None, 0) if found is None else (found.frames, found.gil))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,7 +125,8 @@ class WrittenCapture:
         sink, writer, namer, service = self._sink, self._writer, self._namer, self._service
         naming: dict[str, int] = {}
         if namer is not None:
-            naming = {kind.stored_name: count for kind, count in namer.losses.items() if count}
+            lost = namer.losses + Counter({LossKind.NAMING_BEHIND: sink.unnamed_stacks})
+            naming = {kind.stored_name: count for kind, count in lost.items() if count}
         if disk_full:
             writer.rollback()
         else:

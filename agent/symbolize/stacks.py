@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from aiflame.agent.model.profile import FrameKind
+from aiflame.agent.model.profile import FrameKind, StopReason
 from aiflame.agent.python.splice import Match
 from aiflame.agent.symbols.frames import SourceFrame
 
@@ -49,6 +49,10 @@ class NamedStack(NamedTuple):
     frames: bytes
     gil: int
     match: Match | None = None
+
+
+# Of one that there was no time for.
+LEFT_OUT = NamedStack(int(StopReason.LOST), b"", 0)
 
 
 class FrameIds(Protocol):

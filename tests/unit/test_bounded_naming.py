@@ -80,25 +80,46 @@ def test_who_is_not_late_names_all() -> None:
 
 def test_who_is_late_names_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     # GIVEN a budget that the first stacks use up
-    monkeypatch.setattr(bounded_naming, "_CHUNK", 10)
+    monkeypatch.setattr(bounded_naming, "NAMED_AT_ONCE", 10)
     namer = _Namer()
     window = RandomRecording(3).windows(1)[0]
     bounded = _bounded(namer, 0.0)
     found = bounded.name(window, [None] * 25)  # type: ignore[list-item]
-    # THEN all others are without frames, which is counted,
+    # THEN all others are without frames
     assert namer.named == 10
     assert [named.stop_reason for named in found] == [StopReason.ROOTED] * 10 + [
         StopReason.LOST
     ] * 15
-    assert bounded.losses[LossKind.NAMING_BEHIND] == 15
     # AND names of generated code are kept of all that was named.
     bounded = _bounded(_Namer(), 60.0)
     bounded.name(window, [None] * 25)  # type: ignore[list-item]
     assert [*bounded.jit_symbols] == [(0, 0), (0, 10), (0, 20)]
 
 
+def test_what_was_left_out_is_named_when_there_is_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # GIVEN a window with time for one stack only, and others with some of its stacks, and time
+    monkeypatch.setattr(bounded_naming, "NAMED_AT_ONCE", 1)
+    first, *others = RandomRecording(11).windows(8)
+    stacks = {*first.stacks["stack"].tolist()}
+    again = stacks & {stack for window in others for stack in window.stacks["stack"].tolist()}
+    assert len(again) > 1
+    namer: Any = _Namer()
+    bounded = BoundedNamer(namer, lambda window: 60.0 if window.number else 0.0)
+    sink = CaptureSink(CaptureWriter(tmp_path / "one.aiflame"), namer=bounded)
+    # WHEN they come
+    sink.put(first)
+    assert sink.unnamed_stacks == len(stacks) - 1
+    for window in others:
+        sink.put(window)
+    # THEN those that came again are named
+    left = len(stacks) - len(again)
+    assert sink.unnamed_stacks in (left - 1, left)
+
+
 def test_time_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bounded_naming, "_CHUNK", 1)
+    monkeypatch.setattr(bounded_naming, "NAMED_AT_ONCE", 1)
     windows = RandomRecording(11).windows(3)
     sums = []
     for budget_s in (None, 0.0):
