@@ -12,6 +12,7 @@ import os
 import platform
 import signal
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -339,6 +340,12 @@ class _Agent:
             self._recorder.stop(self._give)
             tables_until_s = self._stopped_s() + _TABLES_S
             self._recorder.finish(self._give, int(tables_until_s * _NS_PER_S))
+        except AiflameError:
+            raise
+        except Exception:  # nobody is there to run it again with -vv
+            for line in traceback.format_exc().splitlines():
+                self._log.say(line)
+            raise
         finally:  # whatever it is: what was stored by then is sent, or stays on disk
             self._end()
         return 0
