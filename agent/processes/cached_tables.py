@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from aiflame.agent.processes.binaries import VDSO_PATH, BinaryTable
@@ -124,6 +124,12 @@ class CachedTables:
             os.close(self._expected[number])
             self._expected[number] = _DONE
         return [binary for binary in done if binary >= 0]
+
+    def forget_binaries(self, binaries: Collection[int]) -> None:
+        """Forgets files that nobody maps any more: their tables are not built for nobody."""
+        for binary in binaries:
+            self._names.pop(binary, None)
+        self._builder.forget(binaries)
 
     def take_spent_s(self) -> dict[int, float]:
         """Returns how long the binaries took that were done with since last."""

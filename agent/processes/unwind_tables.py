@@ -146,14 +146,18 @@ class UnwindTables:
             self._used_at.pop(binary, None)
             self._payers.pop(binary, None)
         known = (self._settled, self._noted, self._without, self._wanted, self._short)
-        for some in known:
+        for some in (*known, self._building):
             some.difference_update(binaries)
+        self._cache.forget_binaries(binaries)
         self._kernel.remove([binary for binary in binaries if binary in self._kernel.loaded])
         self.images.forget_binaries(binaries)
 
     def note_used(self, hits: Counter[int]) -> None:
         """Takes note of how many of a drain's stacks each binary is in."""
         self._drains += 1
+        # Stacks may be those of files that nobody maps any more.
+        files = self._table.binaries.files
+        hits = Counter({binary: count for binary, count in hits.items() if binary in files})
         self._hits.update(hits)
         for binary in hits:
             self._used_at[binary] = self._drains

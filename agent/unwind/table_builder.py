@@ -14,7 +14,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO
 
@@ -77,6 +77,11 @@ class TableBuilders:
         """Returns the binaries that are done with, whether there is a table now or not."""
         return [*self._small.finished(), *self._large.finished()]
 
+    def forget(self, binaries: Collection[int]) -> None:
+        """Builds no tables of binaries that nobody needs any more, and forgets those there were."""
+        self._small.forget(binaries)
+        self._large.forget(binaries)
+
     def take_spent_s(self) -> dict[int, float]:
         """Returns how long the binaries took that were done with since last."""
         return {**self._small.take_spent_s(), **self._large.take_spent_s()}
@@ -138,7 +143,7 @@ class TableBuilder:
         self._question = ""
         self._child: subprocess.Popen[bytes] | None = None
         self._deadline = self._idle_since = 0.0
-        self._is_asked = False
+        self._is_asked = self._is_forgotten = False
         self._begun_s = 0.0
         self._spent_s: dict[int, float] = {}
         self._struck: set[int] = set()
@@ -151,6 +156,17 @@ class TableBuilder:
         if binary != self._current:
             self._queue.setdefault(binary, path)
         self._ask_next()
+
+    def forget(self, binaries: Collection[int]) -> None:
+        """As `TableBuilders.forget`; what the child is at goes on, and is told to nobody."""
+        for binary in binaries:
+            self._queue.pop(binary, None)
+            self.names.pop(binary, None)
+            self._spent_s.pop(binary, None)
+        self._lost = [binary for binary in self._lost if binary not in binaries]
+        self._struck.difference_update(binaries)
+        self.given_up.difference_update(binaries)
+        self._is_forgotten |= self._is_asked and self._current in binaries
 
     def _ask_next(self) -> None:
         if self._is_asked or not self._queue:
@@ -200,24 +216,25 @@ class TableBuilder:
             answer = self._child.stdout.read(4096)
             if answer is None and not self.is_overdue:
                 break
+            is_told = self._is_asked and not self._is_forgotten
             if not answer:
                 # It ended, or takes too long. Also when it is asked for nothing: the other end of
                 # its pipe is closed, which would wake whoever watches it for ever.
                 is_late = answer is None
                 self.close()
-                if self._is_asked and not self._may_retry(is_late):
+                if is_told and not self._may_retry(is_late):
                     self.given_up.add(self._current)
                     done.append(self._current)
-            elif self._is_asked:
+            elif is_told:
                 done.append(self._current)
                 words = answer.decode(errors="replace").rstrip("\n")
                 if words.startswith(BUILT):
                     self.names[self._current] = words.removeprefix(BUILT)
                 elif words.endswith(TOO_LARGE):
                     self.given_up.add(self._current)
-            if self._is_asked:
+            if is_told:
                 self._spent_s[self._current] = time.monotonic() - self._begun_s
-            self._is_asked, self._current = False, -1
+            self._is_asked, self._is_forgotten, self._current = False, False, -1
             self._idle_since = time.monotonic()
             self._ask_next()
         if not self._is_asked and time.monotonic() - self._idle_since > _IDLE_S:

@@ -212,7 +212,8 @@ class _Files:
         self._table = table
         self.tables._cached = self._cached  # type: ignore[method-assign]
         self.tables.images = SimpleNamespace(bias=lambda mapping: 0)  # type: ignore[assignment]
-        self._processes.binaries.files = [SimpleNamespace(path=str(n)) for n in range(20)]  # type: ignore[misc]
+        files: Any = {number: SimpleNamespace(path=str(number)) for number in range(20)}
+        self._processes.binaries.files = files
 
     def _cached(self, binary: int) -> UnwindTable:
         self.tables._settled.add(binary)

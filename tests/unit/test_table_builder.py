@@ -96,6 +96,34 @@ def test_a_child_that_is_killed_at_work_is_replaced(builder: TableBuilder, tmp_p
     assert builder.given_up == set()
 
 
+def test_files_that_nobody_needs_any_more_are_asked_about_no_more(
+    tmp_path: Path, watched: select.epoll
+) -> None:
+    # GIVEN four files, one of which is at work; two of them are forgotten
+    known = {0, 1, 2, 3}
+    urgency = dict.fromkeys(known, 0.0)
+
+    def urgency_of(binary: int) -> float:
+        return urgency[binary]  # of those that are known
+
+    builder = TableBuilder(tmp_path, lambda fd: watched.register(fd, select.EPOLLIN), urgency_of)
+    try:
+        for binary in known:
+            builder.ask(binary, _FILE)
+        for binary in (0, 2):
+            del urgency[binary]
+        builder.forget({0, 2})
+        # THEN the others come, and nothing is said of these, also if the child dies at its work
+        _kill()
+        assert sorted(_finish(builder, 2)) == [1, 3]
+        assert {*builder.names} == {1, 3}
+        assert {*builder.take_spent_s()} == {1, 3}
+        builder.forget({1, 3})
+        assert builder.names == {}
+    finally:
+        builder.close()
+
+
 def test_a_file_that_kills_twice_is_given_up(builder: TableBuilder) -> None:
     builder.ask(0, _FILE)
     _kill()
