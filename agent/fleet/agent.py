@@ -83,8 +83,9 @@ _LEAST_CPUS, _MOST_CPUS = 4, 16
 # by one, and nobody looks at a fleet by the second; what is lost if an agent dies is as long.
 _WINDOW_NS = 5_000_000_000
 # How often windows are told of to be named: those of a second, where devices are used, together.
-# What reads files for names is started each time, which takes 50 ms.
-_TELL_NS = _WINDOW_NS
+# What reads files for names is started each time, and reads what it knew anew: 0.2 s. Where less is
+# to be done so many times less often, as with windows while no device is used.
+_TELL_NS, _MOST_SELDOM = _WINDOW_NS, 4
 
 # How soon a naming process that ended is started again, so that one that cannot run is no flood.
 _RESTART_S = 10.0
@@ -428,7 +429,8 @@ class _Agent:
         if stretch is None:
             return
         self._untold_windows += 1
-        if window.end_ns - self._told_ns >= _TELL_NS:
+        seldom = 1 if self._steers is None else min(self._steers.chances.thrift, _MOST_SELDOM)
+        if window.end_ns - self._told_ns >= _TELL_NS * seldom:
             self._told_ns = window.end_ns
             self._tell_windows()
         is_long = window.end_ns - stretch.started_ns >= self._config.agent.stretch * _NS_PER_S
