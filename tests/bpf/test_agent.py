@@ -158,6 +158,16 @@ def _burning(program: Path) -> Iterator[Workload]:
         yield started
 
 
+@contextmanager
+def _computing() -> Iterator[None]:
+    """A process that computes: an idle host may have no sample in some seconds."""
+    with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as shell:
+        try:
+            yield
+        finally:
+            shell.kill()
+
+
 def _check_sums(agent: _Agent) -> None:
     """Checks that each stretch came once, in order, with exactly what its capture has.
 
@@ -214,8 +224,9 @@ def test_nothing_is_lost_while_a_back_end_is_away(
 def test_a_killed_agent_sends_the_rest_when_it_is_started_again(agent: _Agent) -> None:
     # GIVEN an agent whose back-end is away, with requests that wait and an open stretch
     agent.start()
-    wait_until(lambda: len(agent.waiting()) >= 2, _PATIENCE_S)
-    wait_until(agent.undone, _PATIENCE_S)
+    with _computing():
+        wait_until(lambda: len(agent.waiting()) >= 2, _PATIENCE_S)
+        wait_until(agent.undone, _PATIENCE_S)
     # WHEN it is killed, and started again with a back-end
     agent.kill()
     left = {int(folder.name) for folder in agent.undone()}
