@@ -33,6 +33,16 @@ def test_least_recently_used_files_go_first(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
 
 
+def test_what_others_write_and_remove_is_seen(tmp_path: Path) -> None:
+    store, other = Store(tmp_path), Store(tmp_path)
+    for count in range(50):  # some within one tick of the kernel's clock
+        assert not store.holds(f"<{count}>")
+        other.write(f"{count % 7}-<{count}>.symbols", [b"x"])
+        assert store.holds(f"<{count}>")
+    other.remove("0-<49>.symbols")
+    assert not store.holds("<49>")
+
+
 def test_directory_open_to_others_is_not_used(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     assert not Store(tmp_path).usable
