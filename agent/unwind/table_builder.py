@@ -24,8 +24,14 @@ from aiflame.agent.process_group import OWN_PROCESS_GROUP
 # libtorch_cpu takes a second; what takes this long on any machine is a file made to.
 _TIMEOUT_S = 60.0
 
-# A child has 40 MB, and takes 0.15 s to start anew.
-_IDLE_S = 10.0
+# A child has 20 MB, and takes 0.25 s to start anew. One that was needed again gets twice as long
+# the next time, up to a minute: a program that compiles kernels each time that it starts has new
+# files all the time.
+_IDLE_S, _LONGEST_IDLE_S = 10.0, 60.0
+# After so long it ends what it has started itself for files, which has 16 MB and takes 0.01 s.
+_REST_S = 1.0
+# What it is told then: no path is empty.
+REST = ""
 
 # What the child's answer begins with where there is a table; then comes its name.
 BUILT = "built "
@@ -143,7 +149,8 @@ class TableBuilder:
         self._question = ""
         self._child: subprocess.Popen[bytes] | None = None
         self._deadline = self._idle_since = 0.0
-        self._is_asked = self._is_forgotten = False
+        self._idle_s = _IDLE_S
+        self._is_asked = self._is_forgotten = self._is_resting = False
         self._begun_s = 0.0
         self._spent_s: dict[int, float] = {}
         self._struck: set[int] = set()
@@ -176,17 +183,18 @@ class TableBuilder:
             self.given_up.update(self._queue)
             self._queue.clear()
             return
-        assert self._child is not None and self._child.stdin is not None  # noqa: S101 - it is a pipe
         self._current = max(self._queue, key=self._urgency)
         self._question = self._queue.pop(self._current)
-        try:
-            self._child.stdin.write(f"{self._question}\n".encode())
-            self._child.stdin.flush()
-        except BrokenPipeError:
-            pass  # it died: `finished` notices
-        self._is_asked = True
+        self._tell(self._question)
+        self._is_asked, self._is_resting = True, False
         self._begun_s = time.monotonic()
         self._deadline = self._begun_s + _TIMEOUT_S
+
+    def _tell(self, words: str) -> None:
+        assert self._child is not None and self._child.stdin is not None  # noqa: S101 - it is a pipe
+        with contextlib.suppress(BrokenPipeError):  # it died: `finished` notices
+            self._child.stdin.write(f"{words}\n".encode())
+            self._child.stdin.flush()
 
     def _start(self) -> bool:
         """Starts the child; returns whether there was room for one."""
@@ -237,10 +245,20 @@ class TableBuilder:
             self._is_asked, self._is_forgotten, self._current = False, False, -1
             self._idle_since = time.monotonic()
             self._ask_next()
-        if not self._is_asked and time.monotonic() - self._idle_since > _IDLE_S:
-            self.close()  # most recordings meet new files at their start only
+        if self._child is not None and not self._is_asked:
+            self._look_whether_idle()
         lost, self._lost = self._lost, []
         return [*done, *lost]
+
+    def _look_whether_idle(self) -> None:
+        """Has less of a child that is asked for nothing: most files come at a recording's start."""
+        idle_s = time.monotonic() - self._idle_since
+        if idle_s > self._idle_s:
+            self.close()
+            self._idle_s = min(2 * self._idle_s, _LONGEST_IDLE_S)
+        elif idle_s > _REST_S and not self._is_resting:
+            self._is_resting = True
+            self._tell(REST)
 
     def take_spent_s(self) -> dict[int, float]:
         """As `TableBuilders.take_spent_s`."""

@@ -2,11 +2,12 @@
 """Builds unwind tables into the cache (`python -m aiflame.agent.unwind.worker CACHE [BYTES]`).
 
 It reads a path a line, and answers with a line: the name of the file's table once it is in the
-cache, or why there is none. This process opens files, copies what a table is made of, and writes
-the cache. It makes nothing of a file's bytes but a digest: parsers without rights tell it which
-parts a table is made of, and make the table of the copy (`inspector.parser`). One that dies takes
-this process with it, and is started again; a file costs only itself. With BYTES, so much memory of
-its own is what one may take (RLIMIT_DATA): a file that needs more has no table.
+cache, or why there is none. At an empty line, which has no answer, it ends its parsers. This
+process opens files, copies what a table is made of, and writes the cache. It makes nothing of a
+file's bytes but a digest: parsers without rights tell it which parts a table is made of, and make
+the table of the copy (`inspector.parser`). One that dies takes this process with it, and is started
+again; a file costs only itself. With BYTES, so much memory of its own is what one may take
+(RLIMIT_DATA): a file that needs more has no table.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import BadTargetFile, TargetFile
 from aiflame.agent.unwind.build import build, identity_of, load, table_name
 from aiflame.agent.unwind.records import BadUnwindInfo
-from aiflame.agent.unwind.table_builder import BUILT, TOO_LARGE
+from aiflame.agent.unwind.table_builder import BUILT, REST, TOO_LARGE
 
 # libtorch_cpu takes 1 s and 370 MB; a hostile file may end the worker, which is started again.
 _MAX_MEMORY_BYTES = 4 << 30
@@ -116,6 +117,10 @@ class _Builder:
             self._known.keep(before, fd, name)
             return name
 
+    def rest(self) -> None:
+        """Ends what it has started for files, which begins again with the next."""
+        self._parsers.close()
+
     def _make(self, parser: Parser, name: str, copy: int) -> None:
         with contextlib.ExitStack() as stack:
             answer = os.memfd_create("table", os.MFD_CLOEXEC)
@@ -169,8 +174,12 @@ def main() -> None:
     builder = _Builder(Path(cache))
     gc.freeze()  # forks share what is there, as long as it is not written to
     for line in sys.stdin:
+        path = line.rstrip(_END)
+        if path == REST:
+            builder.rest()
+            continue
         try:
-            answer = f"{BUILT}{builder.build(line.rstrip(_END))}"
+            answer = f"{BUILT}{builder.build(path)}"
         except (_NotBuilt, BadTargetFile, OSError, BadMessage) as error:
             answer = f"failed: {error}".partition(_END)[0]
         except MemoryError:

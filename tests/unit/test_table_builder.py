@@ -8,13 +8,16 @@ import resource
 import select
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet.config import AgentSettings
 from aiflame.agent.settings import Given, made
+from aiflame.agent.unwind import table_builder
 from aiflame.agent.unwind.table_builder import TableBuilder
 from recordings import children_of
 from support import wait_until
@@ -122,6 +125,35 @@ def test_files_that_nobody_needs_any_more_are_asked_about_no_more(
         assert builder.names == {}
     finally:
         builder.close()
+
+
+def test_a_child_that_is_needed_now_and_then_rests_and_stays(
+    builder: TableBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN one that was ended since nobody asked
+    now_s = time.monotonic()
+    monkeypatch.setattr(table_builder, "time", SimpleNamespace(monotonic=lambda: now_s))
+    builder.ask(0, _FILE)
+    assert _finish(builder, 1) == [0]
+    now_s += 11
+    assert builder.finished() == []
+    wait_until(lambda: not _children())
+    # WHEN another is needed each quarter of a minute
+    builder.ask(1, _FILE)
+    assert _finish(builder, 1) == [1]
+    (child,) = _children()
+    for binary in (2, 3):
+        now_s += 15
+        assert builder.finished() == []
+        # THEN it has ended its parser, and is there for the next
+        wait_until(lambda: not children_of(child))
+        assert _children() == {child}
+        builder.ask(binary, _FILE)
+        assert _finish(builder, 1) == [binary]
+    # AND it ends where it is not needed
+    now_s += 61
+    builder.finished()
+    wait_until(lambda: not _children())
 
 
 def test_a_file_that_kills_twice_is_given_up(builder: TableBuilder) -> None:
