@@ -20,8 +20,10 @@ _ADDRESSES = (300, 1 << 14)
 
 # The list takes 0.1 s to read. Modules tell that they came or went; BPF programs do not.
 _LIST_S = 600.0
-# An address that nothing in the list covers may be of a program that is new.
+# An address that nothing in the list covers may be of a program that is new; one that the next list
+# does not have either is of one that has gone.
 _WITH_GAPS_S = 120.0
+_MOST_GAPS = 1 << 14
 # A file may be written over where it is, and what could not be read be there later.
 _NAMES_S = 600.0
 # Of 300 modules it has 20 KB.
@@ -73,6 +75,7 @@ class KnownNames:
         self._symbols: KernelSymbols | None = None
         self._loaded_s = -math.inf
         self._loaded_modules: frozenset[tuple[str, ...]] = frozenset()
+        self._gaps: set[int] = set()
         self._has_gaps = False
 
     def turn(self) -> None:
@@ -86,13 +89,18 @@ class KnownNames:
         """Returns the kernel's functions, None where it hides their addresses."""
         modules = _loaded(self._modules())
         age_s = time.monotonic() - self._loaded_s
-        if modules != self._loaded_modules or age_s > (_WITH_GAPS_S if self._has_gaps else _LIST_S):
+        is_old = modules != self._loaded_modules or age_s > _LIST_S
+        if is_old:
+            self._gaps.clear()
+        if is_old or (self._has_gaps and age_s > _WITH_GAPS_S):
             self._loaded_s, self._loaded_modules, self._has_gaps = time.monotonic(), modules, False
             self._symbols = None  # never two at once: each has some MB
             with contextlib.suppress(KernelSymbolsHidden):
                 self._symbols = self._load()
         return self._symbols
 
-    def tell_gap(self) -> None:
+    def tell_gap(self, address: int) -> None:
         """Tells that an address is in none of the kernel's functions."""
-        self._has_gaps = True
+        if address not in self._gaps and len(self._gaps) < _MOST_GAPS:
+            self._gaps.add(address)
+            self._has_gaps = True

@@ -73,9 +73,14 @@ def test_a_gap_has_it_read_again_sooner(
     known = kernel.known()
     known.kernel()
     if has_gaps:
-        known.tell_gap()
+        known.tell_gap(0xFFFFFFFFC0001000)
     known.kernel()
     assert kernel.reads == 1  # not each time
+    now_s += 300
+    known.kernel()
+    assert kernel.reads == reads
+    if has_gaps:  # the list does not have it: its program has gone
+        known.tell_gap(0xFFFFFFFFC0001000)
     now_s += 300
     known.kernel()
     assert kernel.reads == reads
