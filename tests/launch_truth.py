@@ -22,7 +22,7 @@ from aiflame.agent.model.gpu import NONE
 from aiflame.agent.model.profile import NS_PER_S, Profile
 from aiflame.gpu.attribution import Certainty, attribution_of
 from recordings import Ended, Recording, Workload, frames_of
-from support import WORKLOADS
+from support import AIFLAME, WORKLOADS
 
 # The line of site 0's loop in the kernels' source; those of the others follow.
 _FIRST_LINE = 6
@@ -36,6 +36,7 @@ class Scenario:
 
     Attributes:
         is_late: The recording begins while launches are under way.
+        recorder: What records.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Scenario:
     length_ms: int = 5000
     is_late: bool = False
     options: tuple[str, ...] = field(default=())
+    recorder: tuple[str, ...] = (*AIFLAME, "record")
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ def record(scenario: Scenario, program: Path, folder: Path) -> Ended:
             for workload in running:
                 workload.go()
         pids = ",".join(str(workload.pid) for workload in running)
-        recording = stack.enter_context(Recording(folder, "-p", pids, "--force", *s.options))
+        words = ["-p", pids, "--force", *s.options]
+        recording = stack.enter_context(Recording(folder, *words, program=s.recorder))
         if not s.is_late:
             for workload in running:
                 workload.go()

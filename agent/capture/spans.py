@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.profile import NS_PER_S, SPAN_DTYPE, SampleClass
+from aiflame.agent.model.spans import not_empty, spread_evenly
 
 I64 = npt.NDArray[np.int64]
 
@@ -83,8 +84,8 @@ def spread_waits(
         spans["ns"][rows[is_there]] -= moved_ns[is_there]
         chosen = chosen[is_there[which]]
         pieces += _pieces(sample[chosen], from_ns[chosen], to_ns[chosen])
-    spans = _evenly(_not_empty(spans), bounds_ns)
-    return np.concatenate([spans, *map(_not_empty, pieces)])
+    spans = _evenly(not_empty(spans), bounds_ns)
+    return np.concatenate([spans, *map(not_empty, pieces)])
 
 
 def _evenly(
@@ -99,27 +100,8 @@ def _evenly(
     known = np.array(sorted(bounds_ns), np.int64)
     at = np.minimum(np.searchsorted(known, spans["first_s"]), len(known) - 1)
     is_known = known[at] == spans["first_s"]
-    whole = spans[is_known]
     begin_ns, end_ns = np.array([bounds_ns[one] for one in known.tolist()]).T[:, at[is_known]]
-    first_s, last_s = begin_ns // NS_PER_S, (end_ns - 1) // NS_PER_S
-    middle_s = np.maximum(last_s - first_s - 1, 0)
-    tail_ns = np.where(last_s > first_s, end_ns - last_s * NS_PER_S, 0)
-    head, middle, tail = whole.copy(), whole.copy(), whole.copy()
-    head["first_s"], middle["first_s"], tail["first_s"] = first_s, first_s + 1, last_s
-    middle["seconds"] = middle_s
-    for name in ("count", "ns"):
-        rate = whole[name] / (end_ns - begin_ns)
-        tail[name] = np.minimum(rate * tail_ns, whole[name])
-        left = whole[name] - tail[name]
-        each = np.minimum(rate * NS_PER_S, left // np.maximum(middle_s, 1)).astype(np.uint64)
-        middle[name] = np.where(middle_s > 0, each, 0)
-        head[name] = left - middle[name] * middle_s.astype(np.uint64)
-    return np.concatenate([spans[~is_known], *map(_not_empty, (head, middle, tail))])
-
-
-def _not_empty(spans: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    is_any = (spans["ns"] > 0) | (spans["count"] > 0)
-    return spans if is_any.all() else spans[is_any]
+    return np.concatenate([spans[~is_known], *spread_evenly(spans[is_known], begin_ns, end_ns)])
 
 
 def _keys(rows: npt.NDArray[np.void], threads: int) -> I64:

@@ -64,7 +64,7 @@ from aiflame.gpu.base import (
 if TYPE_CHECKING:  # SQLite is for the end
     from aiflame.agent.capture.writer import CaptureWriter
 
-# Of what families count in (gpu.base.Interval).
+# What is left out of stalls is told in seconds.
 _INTERVAL_NS = 1_000_000_000
 
 T = TypeVar("T")
@@ -398,6 +398,7 @@ class Devices:
         self._kernel_ns_of: Counter[int] = Counter()  # by index of the image
         self._ran: defaultdict[int, set[str]] = defaultdict(set)  # the same
         self._next_device = 0
+        self._window_began_ns = 0  # since the start: where the last drain of a window ended
         self._said: list[str] = []
         self.samples = 0
 
@@ -544,16 +545,17 @@ class Devices:
         if self._families:
             self._locations.add_time(stack, tid, ns, has_come)
 
-    def drain(self, interval: int, end_ns: int) -> None:
+    def drain(self, interval: int, end_ns: int, *, is_within: bool = False) -> None:
         """Takes in what families sampled.
 
         Args:
             interval: Seconds since the start.
-            end_ns: Of the window, since the start.
+            end_ns: Of the window, since the start; or now, within it.
+            is_within: The window goes on, and sums of its CPU samples have not come yet.
         """
         by_family = defaultdict(list)
         # Those of a window have no order; the files of kernels are numbered as they were made.
-        found = self._locations.take(self._table.start_ns + end_ns)
+        found = [] if is_within else self._locations.take(self._table.start_ns + end_ns)
         for sample in sorted(found, key=lambda sample: sample.file):
             by_family[self._owner(sample.file)].append(sample)
         for running in self._running:
@@ -562,6 +564,8 @@ class Devices:
             self._said += running.load_helpers()
             running.sampler.drain(Interval(interval, by_family[running]))
             self._take(running, end_ns)
+        if not is_within:
+            self._window_began_ns = end_ns
 
     def take_loads(self) -> dict[int, HelperLoad]:
         """Returns what helpers have told since last, by process image."""
@@ -643,8 +647,7 @@ class Devices:
             between = (sample.begin_ns - start_ns, sample.end_ns - start_ns)
             timing = Timing.INSTANT if sample.begin_ns == sample.end_ns else Timing.INTERVAL
         else:
-            begin_ns = sample.interval * _INTERVAL_NS
-            timing, between = Timing.INTERVAL, (begin_ns, begin_ns + _INTERVAL_NS)
+            timing, between = Timing.INTERVAL, (self._window_began_ns, end_ns)
         first_ns, last_ns = (min(max(ns, 0), end_ns) for ns in between)
         return timing, first_ns, last_ns
 

@@ -99,7 +99,8 @@ _TRIES_FOR_ENDS = 20
 _LOADING_NS = 10_000_000
 
 # How many times longer windows become: each thread takes some time in each. An agent's are of 20 s
-# then, which is what its end may lose, and how fine a time strip is.
+# then, and of 4 s while devices are used, which is what its end may lose, and how fine a time strip
+# is.
 _LONGEST_WINDOW = 4
 
 # The kernel has room for half a second of what it tells of processes (processes/lives.py).
@@ -178,7 +179,7 @@ class Recorder:
         libraries: Files with functions of device APIs that processes are about to map.
         window_ns: How long windows are while no device is used: a multiple of INTERVAL_NS, and
             longer where `steers` says so. What devices tell is by the second, and so are windows
-            then.
+            then, unless `steers` has these longer as well.
 
     Attributes:
         start_ns: When it began, monotonic; 0 before `start`.
@@ -206,6 +207,8 @@ class Recorder:
         self._target = target
         self._libraries = libraries
         self._least_window_ns = self._window_ns = window_ns
+        self._device_window_ns = INTERVAL_NS
+        self._devices_drained_ns = 0  # since the start
         self._least_round_ns = self._round_ns = least_round_ns
         self._helpers_cpu_ns = helpers_cpu_ns
         self._with_thread_names = with_thread_names
@@ -619,7 +622,8 @@ class Recorder:
         for fd in waiting.values():
             if fd is not None:
                 self._ring.watch(fd)
-        window_end_ns = next_ns = self.start_ns + INTERVAL_NS
+        next_ns = self.start_ns + INTERVAL_NS
+        window_begin_ns = next_ns - self._window_ns  # the first is of one interval
         round_ns = self.start_ns
         try:
             while not self._signals.requested and (waiting or not self._target.pids):
@@ -645,7 +649,7 @@ class Recorder:
                 is_asked = self.events.take()
                 if self._window.is_filling or (is_asked and self._fill.are_sums_many):
                     give(self._next_window())
-                    window_end_ns = next_ns + self._window_ns - INTERVAL_NS
+                    window_begin_ns = next_ns - INTERVAL_NS
                 elif is_asked and self._fill.are_stacks_many:
                     self._drain_stacks()
                 if self._accounts is not None:
@@ -664,11 +668,17 @@ class Recorder:
                 if self._chances is not None:
                     self._long_waits.poll()
                 if time.monotonic_ns() >= next_ns:
-                    if next_ns >= window_end_ns or self.devices.are_used:
+                    are_devices_used = self.devices.are_used
+                    window_ns = self._device_window_ns if are_devices_used else self._window_ns
+                    if next_ns - window_begin_ns >= window_ns:
                         give(self._next_window())
-                        window_end_ns = next_ns + self._window_ns
-                    elif self._has_entered:
-                        self.sleepers.walk_again()
+                        window_begin_ns = next_ns
+                    else:
+                        if self._has_entered:
+                            self.sleepers.walk_again()
+                        if are_devices_used:
+                            now_ns = self._since_start(time.monotonic_ns())
+                            self._drain_devices(now_ns, is_within=True)
                     self._cpus_came += self._probes.follow_cpus()
                     self._life_events.follow_cpus()
                     report(self._progress())
@@ -760,7 +770,7 @@ class Recorder:
         if is_last:
             chosen = _joined(chosen, self._take_stragglers(end_ns, 1 - written))
         self.devices.add_sums(keys, values, self.stacks.has_come)
-        self.devices.drain(self._window.start_ns // INTERVAL_NS, end_ns)
+        self._drain_devices(end_ns)
         if is_last:
             self.devices.stop(end_ns)
         if threads is not None:
@@ -772,6 +782,12 @@ class Recorder:
             self.sleepers.walk_again()
             give_sleepers(self.sleepers, self.samples.made, self.stacks, self.table)
         return self._close_window(boundary_ns)
+
+    def _drain_devices(self, end_ns: int, *, is_within: bool = False) -> None:
+        """Takes what device families have, each second: what they have it in is small."""
+        second = self._devices_drained_ns // INTERVAL_NS
+        self.devices.drain(second, end_ns, is_within=is_within)
+        self._devices_drained_ns = end_ns
 
     def _take_stragglers(self, end_ns: int, other: int) -> Part:
         """Takes what was written to the other maps after they had been emptied.
@@ -896,7 +912,9 @@ class Recorder:
         self._round_ns = min(self._least_round_ns * chances.thrift, _MOST_ROUND_NS)
         self._long_waits.thrift = self._cut_sleeps.thrift = chances.thrift
         self.events.details_after_ns = chances.details_after_ns
-        self._window_ns = self._least_window_ns * min(chances.thrift, _LONGEST_WINDOW)
+        times_longer = min(chances.thrift, _LONGEST_WINDOW)
+        self._window_ns = self._least_window_ns * times_longer
+        self._device_window_ns = INTERVAL_NS * times_longer
         # Also where they are as before: a process may have moved to another cgroup.
         self._chances_number += 1
         self._programs.set(abi.Setting.CHANCES_NUMBER, self._chances_number)

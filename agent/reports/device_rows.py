@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import NONE, GpuProfile, SharingError
 from aiflame.agent.model.profile import COMPLETE_REASONS, SPAN_DTYPE, Profile, Stacks, StopReason
+from aiflame.agent.model.spans import spread_evenly
 from aiflame.agent.reports.base import Leaf, ReportOptions
 from aiflame.agent.reports.kernel_names import KernelName, kernel_names
 from aiflame.agent.reports.merge import merged
@@ -39,6 +40,9 @@ from aiflame.gpu.stalls import category_of
 
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
+
+# A window of a second ends some ms late; longer are those of an agent that has to do less.
+_LONGEST_SECOND_NS = 1_500_000_000
 
 BOUNDARY = "-"
 UNKNOWN_LAUNCH = "[unknown launch]"
@@ -88,6 +92,11 @@ def device_samples(profile: Profile) -> DeviceSamples:
     spans = np.zeros(len(found), SPAN_DTYPE)
     spans["sample"], spans["first_s"], spans["seconds"] = row, of["interval"][order], 1
     spans["count"] = spans["ns"] = found["count"][order]
+    begin_ns, end_ns = (of[name][order].astype(np.int64) for name in ("begin_ns", "end_ns"))
+    is_long = end_ns - begin_ns > _LONGEST_SECOND_NS
+    if is_long.any():
+        spread = spread_evenly(spans[is_long], begin_ns[is_long], end_ns[is_long])
+        spans = np.concatenate([spans[~is_long], *spread])
     offset, stack, code, device, reason, certainty = (key[order][firsts] for key in keys)
     kernel_of = np.array([c.kernel for c in gpu.codes], np.int64)
     process_of = np.array([k.process for k in gpu.kernels], np.int64)

@@ -10,6 +10,7 @@ from pathlib import Path
 import launch_truth
 import numpy as np
 import pytest
+import record_long_windows
 from aiflame.agent.reports.device_facts import error_words
 from aiflame.gpu.attribution import attribution_of
 from breadth import cases
@@ -86,6 +87,29 @@ def test_what_is_queued_is_shared_by_the_time_that_it_took(
     assert found.off < max(bound, 1.5 * found.told_if_unequal)
     # What is told of it is an error's mean.
     assert found.off < 4 * found.told_if_unequal + 0.01
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_launches_have_their_samples_also_where_windows_are_longer(
+    program: Path, tmp_path: Path, is_queued: bool
+) -> None:
+    # GIVEN what an agent does that is above its budget
+    scenario = replace(
+        _BY_NAME["4 sites, 5 ms, queued by 16" if is_queued else "10 sites, 20 ms, one by one"],
+        length_ms=10_000,
+        options=("-F", "199"),
+        recorder=record_long_windows.RECORD,
+    )
+    profile = launch_truth.record(scenario, program, tmp_path).profile
+    found = measure(profile)
+    # THEN samples are in all seconds, those of calls are few, and both belong together.
+    seconds = np.unique(profile.gpu.samples["interval"])
+    assert len(seconds) >= 9
+    assert len(np.unique(profile.gpu.calls["interval"])) <= 4
+    assert found.samples > 300
+    assert found.exact_wrong < 0.005
+    error = 4 * 0.5 / np.sqrt(found.samples)
+    assert found.off < max(0.05 + error if is_queued else 0.02, 1.5 * found.told_if_unequal)
 
 
 def test_summary_says_by_how_much_an_estimate_is_off(program: Path, tmp_path: Path) -> None:

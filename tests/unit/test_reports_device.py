@@ -527,3 +527,20 @@ def test_what_makes_no_sense_is_refused(folder: Path, arguments: list[str], mess
 def test_losses_of_other_things_are_not_lost_samples() -> None:
     profile = replace(_ONE, losses=(Loss("stacks_full", 3, "x"), Loss("kernel_not_opened", 2, "y")))
     assert "0.00 % unattributed, 2 lost." in FORMATS["svg"].render(profile, _GPU).decode()
+
+
+def test_samples_of_several_seconds_are_spread_over_them() -> None:
+    # GIVEN 400 samples that a window of four seconds has, from 2.5 on, and 7 of one second
+    profile = device_profile_of([Launch("main", "gemm", 1)], [Ran("gemm", 0, 400, interval=2)])
+    more = device_profile_of([Launch("main", "gemm", 1)], [Ran("gemm", 0, 7, interval=9)])
+    samples = profile.gpu.samples.copy()
+    samples["begin_ns"], samples["end_ns"] = 2_500_000_000, 6_500_000_000
+    gpu = replace(profile.gpu, samples=np.concatenate([samples, more.gpu.samples]))
+    # WHEN it is asked when they were
+    spans = device_samples(replace(profile, gpu=gpu)).spans
+    # THEN each second has its part, and none is lost.
+    by_second = dict.fromkeys(range(10), 0)
+    for first_s, seconds, count in spans[["first_s", "seconds", "count"]].tolist():
+        for second in range(first_s, first_s + seconds):
+            by_second[second] += count
+    assert by_second == {**dict.fromkeys(range(10), 0), 2: 50, 3: 100, 4: 100, 5: 100, 6: 50, 9: 7}

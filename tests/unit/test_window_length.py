@@ -28,6 +28,7 @@ class _Host:
         self.are_sums_many: Callable[[float], bool] = lambda second: False
         self.are_stacks_many: Callable[[float], bool] = lambda second: False
         self.drains: list[float] = []
+        self.device_drains: list[float] = []
         clock = SimpleNamespace(monotonic_ns=self._tick, sleep=lambda seconds: None)
         monkeypatch.setattr(module, "time", clock)
         host = self
@@ -58,6 +59,9 @@ class _Host:
             start_ns=self.now_ns,
             _end_ns=self.now_ns + round(seconds * _S),
             _window_ns=window_s * _S,
+            _device_window_ns=_S,
+            _drain_devices=lambda ns, is_within: self.device_drains.append(ns),
+            _since_start=lambda ns: round(ns / _S - 100, 1),
             _round_ns=0,
             _ring=SimpleNamespace(watch=lambda fd: None, wait=self._wait),
             _signals=SimpleNamespace(fd=0, requested=False),
@@ -132,6 +136,18 @@ def test_windows_are_of_a_second_while_a_device_is_used(monkeypatch: pytest.Monk
     host.are_used = lambda second: 3 <= second < 7
     host.run()
     assert host.windows == [1, 3, 4, 5, 6, 11]
+    assert host.device_drains == []  # each window does
+
+
+def test_devices_are_drained_each_second_also_where_windows_are_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = _Host(monkeypatch, 20, 24.5)
+    host.recorder._device_window_ns = 4 * _S
+    host.are_used = lambda second: 3 <= second < 13
+    host.run()
+    assert host.windows == [1, 5, 9]
+    assert host.device_drains == [3, 4, 6, 7, 8, 10, 11, 12]
 
 
 def test_a_window_that_fills_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,5 +206,5 @@ def test_windows_are_longer_where_less_is_done() -> None:
     lengths = []
     for thrift in (1, 2, 16, 1):
         Recorder._set_chances(recorder, Chances(1, thrift=thrift))
-        lengths.append(recorder._window_ns // _S)
-    assert lengths == [5, 10, 20, 5]
+        lengths.append((recorder._window_ns // _S, recorder._device_window_ns // _S))
+    assert lengths == [(5, 1), (10, 2), (20, 4), (5, 1)]
