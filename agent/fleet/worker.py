@@ -66,6 +66,9 @@ _BUDGET_S = 0.3
 # and so on. The first 256 stacks of a window are named in any case (sinks/bounded_naming.py).
 _THRIFTY_S = 0.04
 _NS_PER_S = 1_000_000_000
+# From so much on windows wait for their names to the end of the minute: what reads files for these
+# is started each time, for each container. Labels and what is to be left out do not wait.
+_THRIFT_TO_WAIT, _LONGEST_WAIT_NS = 8, 60_000_000_000
 # A sink gives up on an answer after 10 s.
 _ANSWER_S = 15.0
 # Of paths in one report, which has 64 KB in all: one of 4,096 characters may be 24 KB there.
@@ -94,6 +97,7 @@ class _Stretch:
         self._following = FollowedWindows(folder)
         self._jit_symbols = JitSymbolSink(folder)
         self._capture: WrittenCapture | None = None
+        self._waiting: list[Window] = []
         self.database.unlink(missing_ok=True)  # of a process that was killed
         if count_try(folder) > 1:
             self._naming = None
@@ -106,20 +110,31 @@ class _Stretch:
             for window in self._following.take(count):
                 if labelling is not None:
                     labelling.expect(window)
-                if self._capture is None:
-                    facts = self._following.facts
-                    self._lateness.begin(facts)
-                    self._capture = WrittenCapture(
-                        *(self.database, window.start_ns, facts, self._naming),
-                        keep=partial(keep_kernel_file, self.folder),
-                    )
-                self._capture.put(window)
-                self._jit_symbols.put(window, self._capture.jit_symbols)
-                self.cpu_ns += window.cost.cpu_ns
-                self.rss_bytes = max(self.rss_bytes, window.cost.rss_bytes)
+                self._waiting.append(window)
+            if not self._lateness.may_wait(self._waiting):
+                self._name()
         except Exception as error:  # of one stretch; it is written once more, without names
-            self._log.say_seldom("naming", f"a stretch stays without names: {_words(error)}")
-            self._naming = None
+            self._leave_names(error)
+
+    def _name(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for window in waiting:
+            if self._capture is None:
+                facts = self._following.facts
+                self._lateness.begin(facts)
+                self._capture = WrittenCapture(
+                    *(self.database, window.start_ns, facts, self._naming),
+                    keep=partial(keep_kernel_file, self.folder),
+                )
+            self._capture.put(window)
+            self._jit_symbols.put(window, self._capture.jit_symbols)
+            self.cpu_ns += window.cost.cpu_ns
+            self.rss_bytes = max(self.rss_bytes, window.cost.rss_bytes)
+
+    def _leave_names(self, error: Exception) -> None:
+        self._log.say_seldom("naming", f"a stretch stays without names: {_words(error)}")
+        self._naming = None
+        self._waiting.clear()
 
     def finish(self) -> None:
         """Completes its capture.
@@ -127,6 +142,10 @@ class _Stretch:
         Raises:
             AiflameError: There is none: no window can be read, or nothing can be written.
         """
+        try:
+            self._name()
+        except Exception as error:
+            self._leave_names(error)
         self._jit_symbols.close()
         self._following.close()
         capture, self._capture = self._capture, None
@@ -448,6 +467,12 @@ class _Lateness:
         if self.thrift > 1:
             return _THRIFTY_S / self.thrift * window_s
         return _BUDGET_S * window_s if is_late else None
+
+    def may_wait(self, windows: Sequence[Window]) -> bool:
+        """Returns whether names of windows, in their order, are asked for with those of later."""
+        if self.thrift < _THRIFT_TO_WAIT or not windows:
+            return False
+        return windows[-1].end_ns - windows[0].start_ns < _LONGEST_WAIT_NS
 
 
 def in_parts(texts: Iterable[str], bytes_max: int) -> Iterator[list[str]]:

@@ -30,8 +30,8 @@ _CALLS = frozenset({**sandbox.BASE_CALLS, **sandbox.FILE_CALLS}.values())
 _MAX_MESSAGE_BYTES = 65536
 _MAX_DESCRIPTORS = 64
 _CHUNK_BYTES = 1 << 20
-# The system's files, the user's, and those of two containers.
-_MAX_PARSERS = 4
+# The system's files, the user's, and those of 14 containers: 5 MB each while there is work.
+_MAX_PARSERS = 16
 # Of each file in memory that a parser makes: a line table of 600 MB of DWARF has 500 MB.
 _MAX_FILE_BYTES = 1 << 30
 

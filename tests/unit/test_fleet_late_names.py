@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows of an agent that has to do less wait for their names, and lose nothing by it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.fleet import worker as module
+from aiflame.agent.fleet.labelling import Labelling
+from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.stretches import Stretches
+from aiflame.agent.fleet.worker import _Lateness, _Stretch
+from aiflame.agent.model.window import Window
+from aiflame.agent.sinks.bounded_naming import BoundedNamer
+from aiflame.agent.sinks.written import Naming, WrittenCapture
+from aiflame.agent.symbolize.files import GivenFiles
+from aiflame.agent.symbols.file_facts import FileFacts
+from aiflame.agent.symbols.service import SymbolService
+from aiflame.agent.target_files import FileGuard
+from pushes import totals_of
+from windows import RandomRecording
+
+_FACTS: dict[str, str | int] = {
+    "aiflame_version": "0",
+    "started_unix_ns": 2_000_000_000_000_000_000,
+    "period_ns": 1_000_000,
+    "command": "agent",
+    "target": "all",
+}
+
+
+class _Labels:
+    """Looks for containers of windows."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def expect(self, window: Window) -> None:
+        self.seen.append(window.number)
+
+
+class _Agent:
+    """One stretch, which the collector writes and another process names."""
+
+    def __init__(self, folder: Path, naming: Naming, log: Log) -> None:
+        self.windows = RandomRecording(3).windows(9)
+        self.written = Stretches(folder, log).begin(_FACTS, self.windows[0])
+        self.lateness, self.labels = _Lateness(), _Labels()
+        self.stretch = _Stretch(self.written.folder, naming, self.lateness, log)
+
+    def take(self, windows: Sequence[Window]) -> None:
+        for window in windows:
+            self.written.put(window)
+        self.stretch.take(len(windows), cast(Labelling, self.labels))
+
+    def sums(self) -> Any:
+        self.stretch.finish()
+        return totals_of([read_capture(self.stretch.database)])
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Log:
+    return Log(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT))
+
+
+@pytest.fixture
+def naming() -> Iterator[Naming]:
+    with SymbolService(None) as service, closing(FileFacts(FileGuard())) as file_facts:
+        yield Naming(GivenFiles(), service, file_facts, lambda _: None)
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of windows, as they are named."""
+    found: list[int] = []
+    put = WrittenCapture.put
+
+    def note(capture: WrittenCapture, window: Window) -> None:
+        found.append(window.number)
+        put(capture, window)
+
+    monkeypatch.setattr(module.WrittenCapture, "put", note)
+    return found
+
+
+@pytest.mark.parametrize(("thrift", "at_once"), [(1, 6), (4, 6), (8, 0), (16, 0)])
+def test_names_wait_for_the_end_of_a_stretch_where_less_is_done(
+    tmp_path: Path, naming: Naming, log: Log, named: list[int], thrift: int, at_once: int
+) -> None:
+    # GIVEN windows that come in two parts, WHEN much less is to be done than usual
+    agent = _Agent(tmp_path / "agent", naming, log)
+    agent.lateness.thrift = thrift
+    agent.take(agent.windows[:4])
+    agent.take(agent.windows[4:6])
+    # THEN they wait for their names, but not for who knows their containers,
+    assert len(named) == at_once
+    assert agent.labels.seen == [*range(6)]
+    # and all are there in the end, as if they had not.
+    agent.take(agent.windows[6:])
+    sums = agent.sums()
+    assert named == [*range(9)]
+    other = _Agent(tmp_path / "other", naming, log)
+    other.take(other.windows)
+    assert other.sums() == sums
+
+
+def test_names_wait_no_longer_once_there_is_room_or_for_a_minute(
+    tmp_path: Path, naming: Naming, log: Log, named: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = _Agent(tmp_path / "agent", naming, log)
+    agent.lateness.thrift = 16
+    agent.take(agent.windows[:3])
+    assert named == []
+    agent.lateness.thrift = 4
+    agent.take(agent.windows[3:4])
+    assert named == [0, 1, 2, 3]
+    agent.lateness.thrift = 16
+    length_ns = agent.windows[5].end_ns - agent.windows[4].start_ns
+    monkeypatch.setattr(module, "_LONGEST_WAIT_NS", length_ns)
+    agent.take(agent.windows[4:5])
+    assert named == [0, 1, 2, 3]
+    agent.take(agent.windows[5:6])
+    assert named == [0, 1, 2, 3, 4, 5]
+    agent.stretch.finish()
+
+
+def test_a_stretch_that_cannot_be_named_late_stays_without_names(
+    tmp_path: Path, naming: Naming, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN windows that wait, WHEN naming them fails
+    agent = _Agent(tmp_path / "agent", naming, log)
+    agent.lateness.thrift = 16
+    agent.take(agent.windows)
+
+    def fail(*_: object) -> None:
+        raise ValueError("no sound window")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BoundedNamer, "name", fail)
+        agent.stretch.finish()
+    # THEN all that they hold is there all the same.
+    found = totals_of([read_capture(agent.stretch.database)])
+    other = _Agent(tmp_path / "other", naming, log)
+    other.take(other.windows)
+    assert found == other.sums()
+    assert "stays without names" in (tmp_path / "log").read_text()
