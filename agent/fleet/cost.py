@@ -195,6 +195,7 @@ class CostController:
     cost_ns_per_s: float = field(default=0.0, init=False)
     is_over: bool = field(default=False, init=False)
     _over_ns: int = field(default=0, init=False)
+    _over_cost_ns: float = field(default=0.0, init=False)
     _thrift: int = field(default=1, init=False)
     _joins: bool = field(default=False, init=False)
     _looked_joined: int = field(default=0, init=False)
@@ -242,7 +243,8 @@ class CostController:
         if self.budget.with_own_cpu:
             self._be_thrifty(load, _PLANNED_SHARE * budget)
         is_least = self._thrift == _MOST_THRIFT or not self.budget.with_own_cpu
-        self.is_over = is_least and left < _LEAST_SHARE * budget
+        # Without the second, loads that are remembered would be said to cost what they did.
+        self.is_over = is_least and left < _LEAST_SHARE * budget and self.cost_ns_per_s > budget
         self._note_over(load.window_ns, budget)
         if self.budget.with_own_cpu:
             affordable = max(_STALLS_SHARE * left, _LEAST_SHARE * budget)
@@ -315,9 +317,11 @@ class CostController:
 
     def _note_over(self, window_ns: int, budget_ns_per_s: float) -> None:
         self._over_ns = self._over_ns + window_ns if self.is_over else 0
+        window_cost_ns = self.cost_ns_per_s * window_ns / _S
+        self._over_cost_ns = self._over_cost_ns + window_cost_ns if self.is_over else 0.0
         if self._over_ns >= _OVER_NS_UNTIL_SAID and not self._has_said:
             self._has_said = True
-            cost, budget = (100 * ns / _S for ns in (self.cost_ns_per_s, budget_ns_per_s))
+            cost, budget = 100 * self._over_cost_ns / self._over_ns, 100 * budget_ns_per_s / _S
             self._untold.append(
                 f"recording takes {cost:.1f} % of one CPU, more than its budget of {budget:.1f} %,"
                 " with as little done as there may be"

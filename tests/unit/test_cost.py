@@ -149,6 +149,17 @@ def test_exact_totals_that_take_the_budget_alone_are_said_and_leave_some_stacks(
     assert controller.chances.by_cgroup[1] < WEIGHT_MAX
 
 
+def test_a_load_that_is_remembered_is_no_cost() -> None:
+    # GIVEN a load that takes more than all of the budget, and has gone
+    controller = CostController(2, Budget(host_share=0, cpu_share=0.03, with_own_cpu=False))
+    _run(controller, 5, lambda _: {1: 100_000})
+    assert controller.is_over
+    _run(controller, 12, lambda _: {1: 100})
+    # THEN it is planned for, and nobody says that it is exceeded.
+    assert not controller.is_over
+    assert controller.take_said() == []
+
+
 def test_the_agent_pays_all_it_takes_from_its_budget() -> None:
     # GIVEN 64 CPUs, of which the agent may take 0.64 of one
     budget = Budget()
