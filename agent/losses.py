@@ -120,7 +120,7 @@ class LossKind(enum.Enum):
     )
     SAMPLES_NOT_TIMED = _Entry(
         "samples of processes whose CPUs are a device, beyond 10,000 a second and CPU: they are"
-        " counted, and of the second alone it is known when they were",
+        " counted, and of the window alone it is known when they were",
         cure="lower -F",
         in_kernel=True,
     )

@@ -398,7 +398,8 @@ class Devices:
         self._kernel_ns_of: Counter[int] = Counter()  # by index of the image
         self._ran: defaultdict[int, set[str]] = defaultdict(set)  # the same
         self._next_device = 0
-        self._window_began_ns = 0  # since the start: where the last drain of a window ended
+        self._window_began_ns = self._drained_ns = 0  # since the start
+        self._is_within = False
         self._said: list[str] = []
         self.samples = 0
 
@@ -553,6 +554,9 @@ class Devices:
             end_ns: Of the window, since the start; or now, within it.
             is_within: The window goes on, and sums of its CPU samples have not come yet.
         """
+        if not self._is_within:
+            self._window_began_ns = self._drained_ns
+        self._is_within = is_within
         by_family = defaultdict(list)
         # Those of a window have no order; the files of kernels are numbered as they were made.
         found = [] if is_within else self._locations.take(self._table.start_ns + end_ns)
@@ -564,8 +568,7 @@ class Devices:
             self._said += running.load_helpers()
             running.sampler.drain(Interval(interval, by_family[running]))
             self._take(running, end_ns)
-        if not is_within:
-            self._window_began_ns = end_ns
+        self._drained_ns = end_ns
 
     def take_loads(self) -> dict[int, HelperLoad]:
         """Returns what helpers have told since last, by process image."""

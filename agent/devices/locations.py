@@ -6,8 +6,8 @@ is in a file of a device family, the innermost such frame is the stack's locatio
 whose record has not come yet wait for it.
 
 A location is kept as an address and looked up at each drain, since a file may be mapped where
-another one was: PoCL unmaps the oldest of more than 128 kernels. Counts are kept by the second, so
-samples of the second in which that happens may be counted to the new file; they are counted here
+another one was: PoCL unmaps the oldest of more than 128 kernels. Counts are kept by the window, so
+samples of the window in which that happens may be counted to the new file; they are counted here
 too.
 """
 

@@ -66,6 +66,10 @@ _SHORT_LIVED_NS = _S
 _ROOM_FOR_DETAILS = 0.75
 # From here on fewer on-CPU samples: 19 Hz become 5. Few they are in any case, and worth the most.
 _THRIFT_OF_SAMPLES = 4
+# From here on windows wait for their names, for so long at most (fleet/worker.py): what reads files
+# for these is started each time, for each container. Labels and what is to be left out do not wait.
+# So cost comes in lumps, and what is judged is as long.
+THRIFT_OF_NAMES, NAMES_WAIT_NS = 8, 60 * _S
 # A start, or a build that forks for a moment, is no news.
 _OVER_NS_UNTIL_SAID = 10 * _S
 # Of what is left for stacks and stalls: a device that is sampled leaves room for stacks of waits.
@@ -194,8 +198,8 @@ class CostController:
     chances: Chances = field(init=False)
     cost_ns_per_s: float = field(default=0.0, init=False)
     is_over: bool = field(default=False, init=False)
-    _over_ns: int = field(default=0, init=False)
-    _over_cost_ns: float = field(default=0.0, init=False)
+    _told_ns: int = field(default=0, init=False)
+    _told_cost_ns: float = field(default=0.0, init=False)
     _thrift: int = field(default=1, init=False)
     _joins: bool = field(default=False, init=False)
     _looked_joined: int = field(default=0, init=False)
@@ -245,7 +249,8 @@ class CostController:
         is_least = self._thrift == _MOST_THRIFT or not self.budget.with_own_cpu
         # Without the second, loads that are remembered would be said to cost what they did.
         self.is_over = is_least and left < _LEAST_SHARE * budget and self.cost_ns_per_s > budget
-        self._note_over(load.window_ns, budget)
+        is_told = is_least if self.budget.with_own_cpu else self.is_over
+        self._note_cost(load.window_ns, budget, is_told)
         if self.budget.with_own_cpu:
             affordable = max(_STALLS_SHARE * left, _LEAST_SHARE * budget)
             left -= self._share_stalls(load, affordable)
@@ -300,7 +305,7 @@ class CostController:
         self._looked_ns += load.window_ns
         self._looked_cost_ns += self.cost_ns_per_s * load.window_ns / _S
         self._looked_joined += load.joined
-        if self._looked_ns < _LOOK_NS:
+        if self._looked_ns < (NAMES_WAIT_NS if self._thrift >= THRIFT_OF_NAMES else _LOOK_NS):
             return
         affordable_ns = budget_ns_per_s * self._looked_ns / _S
         share = self._looked_cost_ns / affordable_ns
@@ -315,13 +320,20 @@ class CostController:
         elif self._thrift == 1 and share + of_details < _ROOM_FOR_DETAILS:
             self._joins = False
 
-    def _note_over(self, window_ns: int, budget_ns_per_s: float) -> None:
-        self._over_ns = self._over_ns + window_ns if self.is_over else 0
-        window_cost_ns = self.cost_ns_per_s * window_ns / _S
-        self._over_cost_ns = self._over_cost_ns + window_cost_ns if self.is_over else 0.0
-        if self._over_ns >= _OVER_NS_UNTIL_SAID and not self._has_said:
+    def _note_cost(self, window_ns: int, budget_ns_per_s: float, is_told: bool) -> None:
+        """Has it said that the budget is exceeded, if as little is done as there may be."""
+        if not is_told or self._has_said:
+            self._told_ns, self._told_cost_ns = 0, 0.0
+            return
+        self._told_ns += window_ns
+        self._told_cost_ns += self.cost_ns_per_s * window_ns / _S
+        if self._told_ns < (NAMES_WAIT_NS if self.budget.with_own_cpu else _OVER_NS_UNTIL_SAID):
+            return
+        cost_ns_per_s = self._told_cost_ns * _S / self._told_ns
+        self._told_ns, self._told_cost_ns = 0, 0.0
+        if cost_ns_per_s > budget_ns_per_s:
             self._has_said = True
-            cost, budget = 100 * self._over_cost_ns / self._over_ns, 100 * budget_ns_per_s / _S
+            cost, budget = (100 * ns / _S for ns in (cost_ns_per_s, budget_ns_per_s))
             self._untold.append(
                 f"recording takes {cost:.1f} % of one CPU, more than its budget of {budget:.1f} %,"
                 " with as little done as there may be"

@@ -33,6 +33,7 @@ from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError, DiskFull
 from aiflame.agent.fleet.batches import batches_of
 from aiflame.agent.fleet.config import AgentConfig, config_of
+from aiflame.agent.fleet.cost import NAMES_WAIT_NS, THRIFT_OF_NAMES
 from aiflame.agent.fleet.delivery import Delivery
 from aiflame.agent.fleet.labelling import Labelling, LeftOut
 from aiflame.agent.fleet.log import Log
@@ -42,7 +43,7 @@ from aiflame.agent.fleet.stretches import TRIES, count_try, keep_kernel_file, ma
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Profile
-from aiflame.agent.model.window import Window
+from aiflame.agent.model.window import COLUMNS, Window
 from aiflame.agent.sinks.capture_worker import messages
 from aiflame.agent.sinks.captures import CaptureFiles
 from aiflame.agent.sinks.rebuilt import capture_of_windows
@@ -66,9 +67,11 @@ _BUDGET_S = 0.3
 # and so on. The first 256 stacks of a window are named in any case (sinks/bounded_naming.py).
 _THRIFTY_S = 0.04
 _NS_PER_S = 1_000_000_000
-# From so much on windows wait for their names to the end of the minute: what reads files for these
-# is started each time, for each container. Labels and what is to be left out do not wait.
-_THRIFT_TO_WAIT, _LONGEST_WAIT_NS = 8, 60_000_000_000
+# Of windows that wait for their names: 10,000 launches and as many samples of devices a second have
+# 113 MB in a minute.
+_MOST_WAITING_BYTES = 16_000_000
+# For so long after a name came from a process's own list of its code, none waits: the list may go.
+_PROMPT_S = 600.0
 # A sink gives up on an answer after 10 s.
 _ANSWER_S = 15.0
 # Of paths in one report, which has 64 KB in all: one of 4,096 characters may be 24 KB there.
@@ -98,6 +101,7 @@ class _Stretch:
         self._jit_symbols = JitSymbolSink(folder)
         self._capture: WrittenCapture | None = None
         self._waiting: list[Window] = []
+        self._waiting_bytes = 0
         self.database.unlink(missing_ok=True)  # of a process that was killed
         if count_try(folder) > 1:
             self._naming = None
@@ -110,13 +114,25 @@ class _Stretch:
             for window in self._following.take(count):
                 if labelling is not None:
                     labelling.expect(window)
+                self.cpu_ns += window.cost.cpu_ns
+                self.rss_bytes = max(self.rss_bytes, window.cost.rss_bytes)
                 self._waiting.append(window)
-            if not self._lateness.may_wait(self._waiting):
-                self._name()
+                self._waiting_bytes += sum(window.rows(name).nbytes for name in COLUMNS)
+                is_much = self._waiting_bytes > _MOST_WAITING_BYTES
+                if is_much or not self._lateness.may_wait(self._waiting):
+                    self._put_waiting()
         except Exception as error:  # of one stretch; it is written once more, without names
             self._leave_names(error)
 
-    def _name(self) -> None:
+    def name(self) -> None:
+        """Names the windows that wait for it."""
+        try:
+            self._put_waiting()
+        except Exception as error:  # of one stretch; it is written once more, without names
+            self._leave_names(error)
+
+    def _put_waiting(self) -> None:
+        self._waiting_bytes = 0
         waiting, self._waiting = self._waiting, []
         for window in waiting:
             if self._capture is None:
@@ -128,8 +144,8 @@ class _Stretch:
                 )
             self._capture.put(window)
             self._jit_symbols.put(window, self._capture.jit_symbols)
-            self.cpu_ns += window.cost.cpu_ns
-            self.rss_bytes = max(self.rss_bytes, window.cost.rss_bytes)
+            if self._capture.jit_symbols:
+                self._lateness.prompt_until_s = time.monotonic() + _PROMPT_S
 
     def _leave_names(self, error: Exception) -> None:
         self._log.say_seldom("naming", f"a stretch stays without names: {_words(error)}")
@@ -142,10 +158,7 @@ class _Stretch:
         Raises:
             AiflameError: There is none: no window can be read, or nothing can be written.
         """
-        try:
-            self._name()
-        except Exception as error:
-            self._leave_names(error)
+        self.name()
         self._jit_symbols.close()
         self._following.close()
         capture, self._capture = self._capture, None
@@ -208,6 +221,8 @@ class _Worker:
         elif "lost" in message:
             self._lost[LossKind.STRETCHES_LOST] += int(message["lost"])
         elif "less" in message:
+            if self._stretch is not None:
+                self._stretch.name()
             gc.collect()
             give_back_freed_memory()
         elif "until_s" in message:
@@ -448,10 +463,12 @@ class _Lateness:
 
     Attributes:
         thrift: As `recording.chance.Chances` has it.
+        prompt_until_s: Until when no window waits for its names, by `time.monotonic`.
     """
 
     def __init__(self) -> None:
         self.thrift = 1
+        self.prompt_until_s = 0.0
         self._started_unix_ns: int | None = None
 
     def begin(self, facts: Mapping[str, str | int]) -> None:
@@ -470,9 +487,9 @@ class _Lateness:
 
     def may_wait(self, windows: Sequence[Window]) -> bool:
         """Returns whether names of windows, in their order, are asked for with those of later."""
-        if self.thrift < _THRIFT_TO_WAIT or not windows:
+        if self.thrift < THRIFT_OF_NAMES or time.monotonic() < self.prompt_until_s:
             return False
-        return windows[-1].end_ns - windows[0].start_ns < _LONGEST_WAIT_NS
+        return windows[-1].end_ns - windows[0].start_ns < NAMES_WAIT_NS
 
 
 def in_parts(texts: Iterable[str], bytes_max: int) -> Iterator[list[str]]:

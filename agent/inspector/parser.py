@@ -183,7 +183,7 @@ class Parsers:
     def close(self) -> None:
         """Ends all; they have nothing to do."""
         for parser in self._by_group.values():
-            parser.end()
+            parser.kill()  # it might read on
         self._by_group.clear()
 
 

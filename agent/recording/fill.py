@@ -53,7 +53,7 @@ class Fill:
 
     def note_sums_taken(self) -> None:
         """Takes note that programs write other stores of sums from now on."""
-        self._note(abi.Counter.SUMS_STORED, abi.Counter.CALLS_STORED)
+        self._note(abi.Counter.SUMS_STORED, abi.Counter.CALLS_STORED, abi.Counter.CALLS)
 
     def _note(self, *counters: abi.Counter) -> None:
         self._emptied |= {counter: self.counted(counter) for counter in counters}
@@ -73,6 +73,15 @@ class Fill:
             self._stored(abi.Counter.SUMS_STORED) >= self.options.sums_max // 2
             or self._stored(abi.Counter.CALLS_STORED) >= self.options.calls_max // 2
         )
+
+    @property
+    def are_calls_many(self) -> bool:
+        """Whether a window that is longer than a second is to end now: launches come fast.
+
+        No more are told apart in a window than half of the map of calls holds, and nobody knows
+        which calls are launches: a quarter of that leaves room for a second of as many again.
+        """
+        return self._stored(abi.Counter.CALLS) >= self.options.calls_max // 8
 
     def _stored(self, counter: abi.Counter) -> int:
         return self.counted(counter) - self._emptied.get(counter, 0)

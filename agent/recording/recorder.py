@@ -388,7 +388,8 @@ class Recorder:
             self._enter_cgroup(programs.cgroups_fd)
         for setting, share in self._fill.shares().items():
             programs.set(setting, share)
-        # Those that are told apart each take an entry: no more a second than half of the map holds.
+        # Those that are told apart each take an entry: no more in a window than half of the map
+        # holds, and where that is near, windows are of a second (Fill.are_calls_many).
         programs.set(abi.Setting.LAUNCH_RUNS, self._options.calls_max // 2)
         command = self._target.command
         if self._target.filter is not abi.Filter.PIDS or self._options.follow_children:
@@ -670,7 +671,8 @@ class Recorder:
                 if time.monotonic_ns() >= next_ns:
                     are_devices_used = self.devices.are_used
                     window_ns = self._device_window_ns if are_devices_used else self._window_ns
-                    if next_ns - window_begin_ns >= window_ns:
+                    is_due = next_ns - window_begin_ns >= window_ns
+                    if is_due or (are_devices_used and self._fill.are_calls_many):
                         give(self._next_window())
                         window_begin_ns = next_ns
                     else:

@@ -133,7 +133,9 @@ class WindowBuilder:
 
     @property
     def is_filling(self) -> bool:
-        """Whether the open window may have no room for what comes next: events, or stacks.
+        """Whether the open window may have no room for what comes next.
+
+        That is for events, stacks, or samples of devices, which come each second.
 
         Of stacks all may be of one process; and past half of those that are kept, new ones would
         take the room of others that the window mentions.
@@ -141,8 +143,10 @@ class WindowBuilder:
         bounds = self._bounds
         most_stacks = bounds.stacks_of_process - bounds.stacks_at_once
         most_stacks = max(most_stacks, bounds.stacks_of_process // 2)
-        return self._most_events > bounds.events // 2 or len(self._open_stacks) > min(
-            most_stacks, self._kept_stacks // 2
+        return (
+            self._most_events > bounds.events // 2
+            or self._open_rows["device_samples"] > bounds.rows // 2
+            or len(self._open_stacks) > min(most_stacks, self._kept_stacks // 2)
         )
 
     @property

@@ -6,7 +6,8 @@ the chosen one touches. Times are those of the range, with these exceptions, whi
 
 - Waits shorter than the recording's --min-wait, those that were lost as events, and time preempted
   are in the second in which they ended.
-- Of what an agent recorded in a window of several seconds, each of them has an equal part.
+- Of what an agent recorded in a window of several seconds, each of them has an equal part; calls
+  are in the first.
 - An interval off the CPU is counted in the second in which it ended.
 - The exact times of threads, and what the kernel accounts itself, are known of the whole recording
   only, and are left out.

@@ -498,7 +498,7 @@ class CaptureSink:
         builders = self._built_at(times, process_of)
         processes = np.array([process_of[kernel] for kernel in times["kernel"].tolist()], np.int64)
         named = self._named_read_outs.at(processes, times)
-        together: dict[tuple[int, int, int, int | None, int], tuple[int, ...]] = {}
+        together: dict[tuple[int, int, int, int | None, int, int], tuple[int, ...]] = {}
         rows: list[tuple[int | None, ...]] = []
         columns = (times.tolist(), stacks, builders, named.tolist())
         for time, stack, built, stretch in zip(*columns, strict=True):
@@ -508,11 +508,12 @@ class CaptureSink:
                 what = (device, kernel, min(queue, MAX_INTEGER), None)
                 rows.append((*what, begin_ns, end_ns, count, duration_ns, built))
                 continue
-            key = device, kernel, stack, built, stretch
+            # Readers have a row's time in the second in which it ended.
+            key = device, kernel, stack, built, stretch, end_ns // _INTERVAL_NS
             first_ns, last_ns, counts, sum_ns = together.get(key, (begin_ns, end_ns, 0, 0))
             between = min(first_ns, begin_ns), max(last_ns, end_ns)
             together[key] = (*between, counts + count, sum_ns + duration_ns)
-        for (device, kernel, stack, built, _), sums in together.items():
+        for (device, kernel, stack, built, *_), sums in together.items():
             rows.append((device, kernel, 0, stack, *sums, built))
         self._writer.put("kernel_times", rows)
 

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 
 import numpy as np
 from aiflame.agent.elf.headers import HEADERS, Headers
@@ -37,7 +36,7 @@ from aiflame.agent.python.questions import interpreter_in
 from aiflame.agent.python.splice import Role, role_of
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.python.walk import PythonFrame
-from aiflame.agent.symbolize.files import Files, OpenFile
+from aiflame.agent.symbolize.files import Files
 from aiflame.agent.symbolize.known_names import KnownNames, NamedAddress
 from aiflame.agent.symbolize.mapped import MappedProcess, by_process
 from aiflame.agent.symbolize.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
@@ -357,7 +356,8 @@ class Namer:
         """Names addresses in binaries: those that are not known are asked for together."""
         known = self._known.of_files
         named: dict[tuple[int, int], NamedAddress | None] = {}
-        asked: list[tuple[tuple[int, int], int, list[int], Request]] = []
+        asked: list[tuple[int, list[int]]] = []
+        requests = []
         for binary, pairs in wanted.items():
             unnamed = {(binary, own) for own, _ in pairs if (binary, own) not in self._locations}
             named.update((key, known.find(key)) for key in unnamed)
@@ -365,13 +365,9 @@ class Namer:
             if new:
                 file = self._files.open(binary, *facts.binary(binary))
                 path = "" if file.fd is None else f"/proc/{os.getpid()}/fd/{file.fd}"
-                request = Request(path, file.root, np.array(new, np.uint64), str(binary))
-                asked.append((_owner_of(file), binary, new, request))
-        # Files of one container are read by one process: with those of eight in turn, each would
-        # have a new one.
-        asked.sort(key=itemgetter(0, 1))
-        results = self._service.resolve_many([request for *_, request in asked])
-        for (_, binary, new, _), result in zip(asked, results, strict=True):
+                requests.append(Request(path, file.root, np.array(new, np.uint64), str(binary)))
+                asked.append((binary, new))
+        for (binary, new), result in zip(asked, self._service.resolve_many(requests), strict=True):
             answers = zip(new, result.frames, result.nameless_starts, strict=True)
             for own, frames, nameless_start in answers:
                 answer = named[binary, own] = NamedAddress(frames, nameless_start)
@@ -593,11 +589,3 @@ class _Natives:
             label=location.label,
             frames=location.chain,
         )
-
-
-def _owner_of(file: OpenFile) -> tuple[int, int]:
-    """Returns the file system that a file is on, which is a container's own, and its owner."""
-    if file.fd is None:
-        return 0, 0
-    facts = os.fstat(file.fd)
-    return facts.st_dev, facts.st_uid

@@ -422,8 +422,8 @@ def test_an_agent_that_takes_too_much_does_less_until_it_is_within_its_budget() 
     # AND samples are thinned out last.
     assert controller.chances.samples_one_in == max(thrifts[-1] // 4, 1)
     # WHEN the load has gone
-    thrifts = _thrifts(controller, 60, lambda thrift: 0.004 + 0.002 / thrift)
-    # THEN all is done again.
+    thrifts = _thrifts(controller, 150, lambda thrift: 0.004 + 0.002 / thrift)
+    # THEN all is done again: from an eighth on it is looked once a minute.
     assert (thrifts[-1], controller.chances.samples_one_in) == (1, 1)
 
 
@@ -440,10 +440,31 @@ def test_it_is_said_that_the_budget_is_exceeded_once_nothing_more_can_be_left() 
     controller = CostController(2)
     _thrifts(controller, 15, lambda _: 0.5)
     assert controller.take_said() == []
-    thrifts = _thrifts(controller, 30, lambda _: 0.5)
+    thrifts = _thrifts(controller, 90, lambda _: 0.5)
     assert thrifts[-1] == 16
+    assert controller.take_said() == []  # not for long
+    _thrifts(controller, 60, lambda _: 0.5)
     assert controller.is_over
-    assert len(controller.take_said()) == 1
+    (said,) = controller.take_said()
+    assert said.startswith("recording takes 50.")
+
+
+def test_what_comes_once_a_minute_counts_for_the_minute() -> None:
+    # GIVEN an agent that did as little as it may, and names a minute's windows at once from then on
+    controller = CostController(2)
+    while controller.chances.thrift < 16:
+        _thrifts(controller, 1, lambda _: 0.5)
+    for _ in range(5):
+        _thrifts(controller, 59, lambda _: 0.012)
+        _thrifts(controller, 1, lambda _: 0.7)
+    # THEN 2.3 % is less than its budget of 3,
+    assert controller.take_said() == []
+    # and 3.6 is not.
+    for _ in range(3):
+        _thrifts(controller, 59, lambda _: 0.012)
+        _thrifts(controller, 1, lambda _: 1.5)
+    (said,) = controller.take_said()
+    assert said.startswith("recording takes 3.")
 
 
 def test_programs_alone_do_not_make_a_recorder_thrifty() -> None:
@@ -482,6 +503,6 @@ def test_less_is_done_of_all_else_where_joining_is_not_enough() -> None:
     assert next(each for each in chances if each.thrift > 1).details_after_ns == _S
     assert chances[-1].thrift > 1
     # Joined to the end: details are the last that comes back.
-    chances = _joining(controller, 60, lambda c: 0.006, 0)
+    chances = _joining(controller, 150, lambda c: 0.006, 0)
     assert all(each.details_after_ns or each.thrift == 1 for each in chances)
     assert (chances[-1].thrift, chances[-1].details_after_ns) == (1, 0)

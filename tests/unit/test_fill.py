@@ -72,3 +72,19 @@ def test_a_store_that_was_emptied_is_left() -> None:
     fill.note_sums_taken()
     stored[abi.Counter.SUMS_STORED] += _OPTIONS.sums_max // 2 - 1
     assert not fill.are_sums_many
+
+
+@pytest.mark.parametrize(
+    ("calls_per_s", "seconds"), [(1_000, 4), (1_024, 4), (3_000, 2), (5_000, 1), (12_000, 1)]
+)
+def test_launches_that_come_fast_end_a_longer_window(calls_per_s: int, seconds: int) -> None:
+    # GIVEN no more launches in a window that are told apart than half of the map holds
+    stored = Counter({abi.Counter.CALLS: 100_000})
+    fill, passed = _stores(stored), 0
+    # WHEN so many come each second, of four at most
+    while passed < 4 and not fill.are_calls_many:
+        stored[abi.Counter.CALLS] += calls_per_s
+        passed += 1
+    # THEN seconds end the window long before that.
+    assert passed == seconds
+    assert seconds * calls_per_s <= _OPTIONS.calls_max // 2

@@ -16,7 +16,7 @@ from aiflame.agent.fleet.labelling import Labelling
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.stretches import Stretches
 from aiflame.agent.fleet.worker import _Lateness, _Stretch
-from aiflame.agent.model.window import Window
+from aiflame.agent.model.window import COLUMNS, Window
 from aiflame.agent.sinks.bounded_naming import BoundedNamer
 from aiflame.agent.sinks.written import Naming, WrittenCapture
 from aiflame.agent.symbolize.files import GivenFiles
@@ -122,11 +122,46 @@ def test_names_wait_no_longer_once_there_is_room_or_for_a_minute(
     assert named == [0, 1, 2, 3]
     agent.lateness.thrift = 16
     length_ns = agent.windows[5].end_ns - agent.windows[4].start_ns
-    monkeypatch.setattr(module, "_LONGEST_WAIT_NS", length_ns)
+    monkeypatch.setattr(module, "NAMES_WAIT_NS", length_ns)
     agent.take(agent.windows[4:5])
     assert named == [0, 1, 2, 3]
     agent.take(agent.windows[5:6])
     assert named == [0, 1, 2, 3, 4, 5]
+    agent.stretch.finish()
+
+
+def test_nothing_waits_once_names_came_from_a_list_of_the_process(
+    tmp_path: Path, naming: Naming, log: Log, named: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a program that makes code, and says what it is called
+    agent = _Agent(tmp_path / "agent", naming, log)
+    agent.take(agent.windows[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(module.WrittenCapture, "jit_symbols", {(0, 1): "fib"})
+        agent.take(agent.windows[1:2])
+    # WHEN much less is to be done THEN its list is read while it is there.
+    agent.lateness.thrift = 16
+    agent.take(agent.windows[2:4])
+    assert named == [0, 1, 2, 3]
+    agent.lateness.prompt_until_s = 0
+    agent.take(agent.windows[4:])
+    assert named == [0, 1, 2, 3]
+    agent.stretch.finish()
+
+
+def test_what_waits_is_bounded(
+    tmp_path: Path, naming: Naming, log: Log, named: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = _Agent(tmp_path / "agent", naming, log)
+    agent.lateness.thrift = 16
+    sizes = [sum(window.rows(name).nbytes for name in COLUMNS) for window in agent.windows]
+    monkeypatch.setattr(module, "_MOST_WAITING_BYTES", sum(sizes[:3]))
+    agent.take(agent.windows)
+    # THEN they are named as soon as they are more, also where all come at once.
+    assert named[:4] == [0, 1, 2, 3]
+    before = len(named)
+    agent.stretch.name()
+    assert named == [*range(9)] or before == 9
     agent.stretch.finish()
 
 

@@ -436,3 +436,27 @@ def test_a_full_disk_is_said_and_leaves_whole_windows(
             sink.put(window)
     monkeypatch.undo()
     assert [window.number for window in RecordedWindows(tmp_path)] == [0, 1, 2]
+
+
+def test_kernel_times_of_a_longer_window_are_in_the_seconds_in_which_they_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # GIVEN eight runs from one stack, in a window of four seconds
+    monkeypatch.setattr(CaptureSink, "_launched_from", lambda _, kernels, *__: [0] * len(kernels))
+    builder = _builder()
+    _define_stack(builder, 5)
+    builder.define("devices", rows_of("devices", (0, builder.text("gpu"), 0, 2, 0, 0, 1)))
+    kernel = (0, 0, builder.text("gpu"), builder.text("k"), builder.text(""))
+    builder.define("kernels", rows_of("kernels", kernel))
+    times = np.zeros(8, COLUMNS["kernel_times"].dtype)
+    times["end_ns"] = np.arange(8) * 500_000_000 + 400_000_000
+    times["begin_ns"], times["duration_ns"] = times["end_ns"] - 300_000_000, 300_000_000
+    times["count"] = 1
+    builder.add("kernel_times", times)
+    builder.add("samples", rows_of("samples", (5, 0, SampleClass.ON_CPU, 1, 10)))
+    # WHEN it is written
+    found = _captured([builder.close(4_000_000_000)]).gpu.times
+    # THEN those of each second are together.
+    assert found[["end_ns", "count", "duration_ns"]].tolist() == [
+        (second * 1_000_000_000 + 900_000_000, 2, 600_000_000) for second in range(4)
+    ]

@@ -251,6 +251,30 @@ def test_a_window_ends_before_a_process_has_more_stacks_than_it_may() -> None:
             assert len(window.stacks) == 90
 
 
+def test_a_window_ends_before_it_has_more_samples_of_devices_than_it_may() -> None:
+    # GIVEN samples of 300 instructions that come twice a second, and room for a thousand
+    builder = WindowBuilder(Bounds(rows=1_000))
+    builder.define("devices", rows_of("devices", (0, builder.text("gpu"), 0, 2, 0, 0, 1)))
+    builder.define("processes", rows_of("processes", (0, 1, 0, 0, 0, 0, -1, _NONE, 0, 0, 0)))
+    builder.define("kernels", np.zeros(1, COLUMNS["kernels"].dtype))
+    builder.define("codes", rows_of("codes", (0, 0, _NONE)))
+    builder.define("reasons", rows_of("reasons", (0, builder.text("gpu"), builder.text("stall"))))
+    rows = np.zeros(300, COLUMNS["device_samples"].dtype)
+    rows["offset"], rows["count"] = 16 * np.arange(300), 1
+    kept, windows = 0, 0
+    for half in range(1, 41):
+        rows["begin_ns"], rows["end_ns"] = (half - 1) * 10, half * 10
+        builder.add("device_samples", rows.copy())
+        # WHEN windows end as soon as one is filling
+        if builder.is_filling:
+            window = builder.close(half * 10)
+            # THEN none of them is lost.
+            assert _losses(window) == {}
+            kept += len(window.device_samples)
+            windows += 1
+    assert (kept, windows) == (40 * 300, 20)
+
+
 def test_a_process_that_makes_code_all_the_time_is_forgotten_bit_by_bit() -> None:
     # GIVEN a process in which each window brings 200 functions that no other has
     builder = WindowBuilder(Bounds(kept_stacks=500))

@@ -26,6 +26,7 @@ class _Host:
         self.are_used: Callable[[float], bool] = lambda second: False
         self.is_filling: Callable[[float], bool] = lambda second: False
         self.are_sums_many: Callable[[float], bool] = lambda second: False
+        self.are_calls_many: Callable[[float], bool] = lambda second: False
         self.are_stacks_many: Callable[[float], bool] = lambda second: False
         self.drains: list[float] = []
         self.device_drains: list[float] = []
@@ -49,6 +50,10 @@ class _Host:
             @property
             def are_sums_many(self) -> bool:
                 return host.are_sums_many(host.second)
+
+            @property
+            def are_calls_many(self) -> bool:
+                return host.are_calls_many(host.second)
 
             @property
             def are_stacks_many(self) -> bool:
@@ -148,6 +153,17 @@ def test_devices_are_drained_each_second_also_where_windows_are_longer(
     host.run()
     assert host.windows == [1, 5, 9]
     assert host.device_drains == [3, 4, 6, 7, 8, 10, 11, 12]
+
+
+def test_launches_that_come_fast_end_longer_windows_of_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = _Host(monkeypatch, 20, 12.5)
+    host.recorder._device_window_ns = 4 * _S
+    host.are_used = lambda second: second < 9
+    host.are_calls_many = lambda second: 2 <= second < 4 or second >= 9
+    host.run()
+    assert host.windows == [1, 2, 3, 7]  # and then there are no devices
 
 
 def test_a_window_that_fills_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
