@@ -30,7 +30,7 @@ _SITES = {
 def test_each_call_site_of_the_demo_gets_samples_of_its_kernel(tmp_path: Path) -> None:
     # GIVEN the program of the demo, recorded from its first instruction
     environment = {**os.environ, "HOME": str(tmp_path)}
-    command = [_SYSTEM_PYTHON, WORKLOADS / "inference.py", 2]
+    command = [_SYSTEM_PYTHON, WORKLOADS / "inference.py", 6]
     with Recording(tmp_path, "-F", 999, "--", *command, env=environment) as recording:
         profile = recording.wait().profile
     gpu = profile.gpu
