@@ -28,6 +28,7 @@ from aiflame.agent.model.window import (
     NO_COST,
     NO_STACK,
     NONE,
+    STACK_DTYPE,
     Column,
     Cost,
     Rows,
@@ -55,6 +56,9 @@ _MOST_CODE_ROWS = 1 << 15
 # Of stacks that are known between windows, however little memory there may be: 10,000 threads that
 # sleep have some thousand different ones.
 _LEAST_KEPT_STACKS = 1 << 12
+# Where in a row of a stack its process is.
+_PROCESS_AT = dict(STACK_DTYPE.fields or ())["process"][1]
+_PROCESS_OF_STACK = slice(_PROCESS_AT, _PROCESS_AT + 4)
 # How often kept stacks are gone through for those of processes that are gone: 30,000 take 15 ms.
 _LOOK_THROUGH_NS = 20_000_000_000
 # Texts beyond what was left when they were last gone through.
@@ -96,6 +100,43 @@ class Bounds:
     kept_stacks: int = 1 << 15
     stacks_at_once: int = 1 << 13
 
+    def before(self, stacks: int) -> int:
+        """Returns at how many of so many that there may be a window is to end."""
+        return max(stacks - self.stacks_at_once, stacks // 2)
+
+
+class _OpenStacks:
+    """The stacks of the open window.
+
+    Attributes:
+        most_of_process: How many the process has that has most.
+        new: Those that were not there before, or that have changed.
+    """
+
+    def __init__(self) -> None:
+        self._stacks: set[int] = set()
+        self._of_process: dict[int, int] = {}
+        self.new: set[int] = set()
+        self.most_of_process = 0
+
+    def __len__(self) -> int:
+        return len(self._stacks)
+
+    def add(self, stack: int, process: int) -> None:
+        """Adds one, unless it is there."""
+        if stack in self._stacks:
+            return
+        self._stacks.add(stack)
+        count = self._of_process[process] = self._of_process.get(process, 0) + 1
+        self.most_of_process = max(self.most_of_process, count)
+
+    def clear(self) -> None:
+        """Begins anew."""
+        self._stacks.clear()
+        self._of_process.clear()
+        self.new.clear()
+        self.most_of_process = 0
+
 
 class WindowBuilder:
     """The open window, and what is known for those to come.
@@ -127,7 +168,8 @@ class WindowBuilder:
         self._most_code_rows = _MOST_CODE_ROWS
         self._most_texts = _MOST_NEW_TEXTS
         self._most_events = 0
-        self._open_stacks: set[int] = set()
+        self._open_stacks = _OpenStacks()
+        self._needed_stacks = 0
         self._losses: Counter[LossKind] = Counter()
         self._lost_ns: Counter[LossKind] = Counter()
 
@@ -137,16 +179,15 @@ class WindowBuilder:
 
         That is for events, stacks, or samples of devices, which come each second.
 
-        Of stacks all may be of one process; and past half of those that are kept, new ones would
-        take the room of others that the window mentions.
+        That is for stacks of one process, and of all; past half of those that are kept, new ones
+        would take the room of others that the window mentions.
         """
-        bounds = self._bounds
-        most_stacks = bounds.stacks_of_process - bounds.stacks_at_once
-        most_stacks = max(most_stacks, bounds.stacks_of_process // 2)
+        bounds, stacks = self._bounds, self._open_stacks
         return (
             self._most_events > bounds.events // 2
             or self._open_rows["device_samples"] > bounds.rows // 2
-            or len(self._open_stacks) > min(most_stacks, self._kept_stacks // 2)
+            or stacks.most_of_process > bounds.before(bounds.stacks_of_process)
+            or len(stacks) > min(bounds.before(bounds.stacks), self._kept_stacks // 2)
         )
 
     @property
@@ -179,7 +220,9 @@ class WindowBuilder:
             if is_late:
                 self._late[column].add(number)
         if column == "stacks" and not is_late:
-            self._open_stacks.update(rows[key].tolist())
+            for number, process in rows[[key, "process"]].tolist():
+                self._open_stacks.add(number, process)
+                self._open_stacks.new.add(number)
         self._drop_oldest()
 
     def _drop_oldest(self) -> None:
@@ -188,8 +231,9 @@ class WindowBuilder:
                 kept.popitem(last=False)
 
     def keep_less(self) -> None:
-        """Keeps half as many stacks between windows from now on, down to a least number."""
-        self._kept_stacks = min(max(self._kept_stacks // 2, _LEAST_KEPT_STACKS), self._kept_stacks)
+        """Keeps half as many stacks between windows from now on, down to those that are needed."""
+        least = max(_LEAST_KEPT_STACKS, self._needed_stacks)
+        self._kept_stacks = min(max(self._kept_stacks // 2, least), self._kept_stacks)
         self._drop_oldest()
 
     def keep_more(self) -> bool:
@@ -202,11 +246,13 @@ class WindowBuilder:
     def is_kept(self, column: str, number: int) -> bool:
         """Whether a stack or a chain is known; as OpenWindow.is_kept says."""
         kept = self._kept[column]
-        if number not in kept:
+        content = kept.get(number)
+        if content is None:
             return False
         kept.move_to_end(number)  # what has come again is about to be mentioned
         if column == "stacks":
-            self._open_stacks.add(number)
+            process = int.from_bytes(content[_PROCESS_OF_STACK], "little")
+            self._open_stacks.add(number, process)
         return True
 
     def stack(self, stack: int) -> tuple[np.void, npt.NDArray[np.uint64]] | None:
@@ -294,6 +340,12 @@ class WindowBuilder:
         columns |= {name: _joined(self._open[name], COLUMNS[name].dtype) for name in _EVENTS}
         self._bound_stacks(columns)
         self._add_stacks(columns)
+        # With fewer, windows would lose stacks of those who sleep on, and end early each time. New
+        # ones that do not come again may take no more than there is memory for.
+        mentioned = set(columns["stacks"]["stack"].tolist())
+        needed = 2 * len(mentioned - self._open_stacks.new)
+        self._needed_stacks = min(needed, self._bounds.kept_stacks)
+        self._kept_stacks = max(self._kept_stacks, self._needed_stacks)
         self._add_facts(columns, changed)
         columns["losses"] = self._loss_rows()
         window = Window.of(

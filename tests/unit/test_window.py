@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -249,6 +249,43 @@ def test_a_window_ends_before_a_process_has_more_stacks_than_it_may() -> None:
             # THEN none has lost a stack, and each has many
             assert _losses(window) == {}
             assert len(window.stacks) == 90
+
+
+def test_stacks_of_those_who_sleep_on_are_kept_however_little_memory_there_is() -> None:
+    # GIVEN 9,000 threads that sleep, each where no other does
+    builder = WindowBuilder(Bounds())
+    for process in range(3):
+        row = (process, 1 + process, 0, 0, 0, 0, -1, _NONE, 0, 0, 0)
+        builder.define("processes", rows_of("processes", row))
+    for thread in range(9_000):
+        builder.define("threads", rows_of("threads", (thread, thread // 3_000, 1 + thread, 0)))
+    addresses = np.array([11], "<u8").view(COLUMNS["addresses"].dtype)
+
+    def define(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            process = (number - 1) // 3_000 % 3
+            row = (number, 0, process, 0, 0, 1, StopReason.ROOTED, 0, False, _NONE, 0)
+            builder.define("stacks", rows_of("stacks", row), addresses)
+
+    define(range(1, 9_001))
+    for second in range(1, 8):
+        rows = [(n, n - 1, SampleClass.BLOCKED, 0, 10) for n in range(1, 9_001)]
+        builder.add("samples", np.array(rows, COLUMNS["samples"].dtype))
+        # WHEN others come and go, and less is to be kept again and again
+        define(range(100_000 * second, 100_000 * second + 300))
+        window = builder.close(second)
+        builder.keep_less()
+        # THEN none of theirs is lost,
+        assert _losses(window) == {}
+    # and no window ends for them.
+    define(range(900_000, 900_300))
+    assert not builder.is_filling
+    # Where they have gone, their room is given back.
+    builder.close(8)
+    builder.keep_less()
+    builder.keep_less()
+    define(range(910_000, 920_000))
+    assert sum(builder.is_kept("stacks", n) for n in range(910_000, 920_000)) <= 8_192
 
 
 def test_a_window_ends_before_it_has_more_samples_of_devices_than_it_may() -> None:
