@@ -66,13 +66,14 @@ class CachedTables:
         )
 
     def load(self, binary: int) -> UnwindTable | None:
-        """Returns a binary's table, None where the cache has none.
+        """Returns a binary's table, None where the cache has none, or nobody maps it any more.
 
         Raises:
             BadUnwindInfo: None can be made.
         """
-        file, elf = self._binaries.files[binary], self._images.of(binary)
-        if file.fd is None or elf is None:
+        file = self._binaries.files.get(binary)
+        elf = None if file is None else self._images.of(binary)
+        if file is None or file.fd is None or elf is None:
             return None
         require_supported(elf)
         name = self._builder.name(binary) or self._names.get(binary)

@@ -209,13 +209,17 @@ class UnwindTables:
         """
         found: dict[int, UnwindTable] = {}
         size_bytes = wanted_bytes = 0
+        # An image that is over may have mappings of files that were closed meanwhile, as nobody who
+        # is known maps them.
+        files = self._table.binaries.files
+        mapped = set()
         for image in images:
             for mapping in image.mappings:
-                if mapping.binary != NO_BINARY:
+                if mapping.binary in files:
+                    mapped.add(mapping.binary)
                     self._payers[mapping.binary].add(image.payer)
-        mapped = {mapping.binary for image in images for mapping in image.mappings}
         for binary in mapped | self._wanted:
-            if binary == NO_BINARY or binary in self._kernel.loaded or binary in self._without:
+            if binary in self._kernel.loaded or binary in self._without:
                 continue
             table = self._cached(binary)
             if table is None:
@@ -388,13 +392,16 @@ class UnwindTables:
 
     def is_being_built(self, binary: int) -> bool:
         """Whether a binary's table is on its way; it is asked for if it is not in the cache."""
+        if binary not in self._table.binaries.files:  # it was closed, and nobody opens it again
+            return False
         if binary not in self._settled:
             self._cached(binary)
         return binary not in self._settled
 
     def are_settled(self, binaries: Collection[int]) -> bool:
         """Whether of each of some binaries there is a table, or will be none."""
-        return self._settled.issuperset(binaries)
+        files = self._table.binaries.files
+        return all(binary in self._settled or binary not in files for binary in binaries)
 
     def wait(
         self,

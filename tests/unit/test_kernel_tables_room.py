@@ -211,7 +211,9 @@ class _Files:
         self.entered = self.tables._kernel.loaded
         self._table = table
         self.tables._cached = self._cached  # type: ignore[method-assign]
-        self.tables.images = SimpleNamespace(bias=lambda mapping: 0)  # type: ignore[assignment]
+        self.tables.images = SimpleNamespace(  # type: ignore[assignment]
+            bias=lambda mapping: 0, forget_binaries=lambda binaries: None
+        )
         files: Any = {number: SimpleNamespace(path=str(number)) for number in range(20)}
         self._processes.binaries.files = files
 
@@ -324,3 +326,23 @@ def test_whoever_has_much_built_waits_for_others(
     files.tables.note_used(Counter({2: 5}))
     assert urgency(1) < urgency(2)
     files.tables.close()
+
+
+def test_a_file_that_was_closed_is_of_no_use_to_those_who_had_it_mapped(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN files that were closed since nobody who is known maps them
+    files = _Files(kernel, _table(10))
+    files.map(1, 2)
+    binaries: Any = files.tables._table.binaries
+    closed = {number: binaries.files.pop(number) for number in (1, 5)}
+    files.tables.forget_binaries(closed)
+    # WHEN the mappings of a program that is over, which had them, are told late
+    monkeypatch.setattr(files.tables._table, "is_current", lambda image: image.pid != 7)
+    files.map(1, 2, 5, 6, pid=7)
+    # THEN tables of the others are there, and nobody waits for theirs.
+    assert {*files.entered} == {2, 6}
+    assert files.tables.are_settled({1, 2, 5, 6})
+    assert not files.tables.is_being_built(5)
+    assert files.tables.table_of(5) is None
+    files.tables._cache.close()
