@@ -9,7 +9,7 @@ import numpy as np
 from aiflame.agent.model.window import COLUMNS, NO_TIME, NONE, FactsTaker, rows_of
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.identity import identity_of
-from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.symbols.frames import clean_name
 
 _UINT64 = 1 << 64
@@ -85,7 +85,7 @@ class ProcessFacts:
         rows = []
         for mapping in image.laid:
             span = (mapping.start, mapping.end, mapping.file_offset)
-            if mapping.binary == NO_BINARY:
+            if mapping.binary not in self._table.binaries.files:  # none, or one that was closed
                 rows.append((image.index, NONE, *span, 0))
                 continue
             self.tell_binary(mapping.binary)

@@ -713,7 +713,8 @@ class ProcessTable:
     def _lay(self, image: ProcessImage, found: Collection[Mapping]) -> bool:
         image.was_read = image.was_read or bool(found)
         is_new = image.replace_mappings(found)
-        if is_new:
+        # One that is forgotten may have mappings of files that were closed since: nobody is told.
+        if is_new and image.index in self.images:
             self._changed[image.index] = image
             self._remapped[image.index] = image
         return is_new

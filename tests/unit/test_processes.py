@@ -483,6 +483,23 @@ def test_mappings_of_what_is_over_are_looked_at_when_a_stack_has_come(
     assert told_table.take_remapped() == [image]
 
 
+def test_mappings_of_an_image_that_is_forgotten_are_told_to_nobody(
+    machine: _Machine, told_table: ProcessTable, told: _Told
+) -> None:
+    # GIVEN a process that is over, whose mappings nobody has asked for
+    told.tell(Named(2, 41, "ls", is_exec=True))
+    told.tell(Mapped(3, 41, 0x1000, 0x2000, 0, "00:00", 0, "//anon"))
+    told_table.expect_ends({41: 6})
+    image = told_table.seen(41, 5, 1, "ls", 6)
+    told_table.take_changed()
+    # WHEN it is forgotten, and somebody who still has it asks
+    told_table.forget([image], [])
+    assert image.mappings == (_mapped(0x1000),)
+    # THEN no window has it, and no table is made: what it maps may be closed.
+    assert told_table.take_remapped() == []
+    assert told_table.take_changed() == ([], [])
+
+
 def test_a_file_that_is_told_of_by_other_numbers_is_the_one_that_was_read(
     machine: _Machine, told_table: ProcessTable, told: _Told
 ) -> None:
