@@ -177,10 +177,9 @@ class WindowBuilder:
     def is_filling(self) -> bool:
         """Whether the open window may have no room for what comes next.
 
-        That is for events, stacks, or samples of devices, which come each second.
-
-        That is for stacks of one process, and of all; past half of those that are kept, new ones
-        would take the room of others that the window mentions.
+        That is for events, for stacks of one process or of all, or for samples of devices, which
+        come each second. Past half of the stacks that are kept, new ones would take the room of
+        others that the window mentions.
         """
         bounds, stacks = self._bounds, self._open_stacks
         return (
