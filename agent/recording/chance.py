@@ -5,7 +5,10 @@ Of a recording by chance the kernel half knows all of a thread's time off the CP
 stacks of some of its waits. Each of these was chosen with a probability that did not depend on how
 long it would last, and stands for so many (its weight): on average the weighted sums are right.
 Here they are scaled to the totals, which are exact, so that on + off = wall in every window
-(a ratio estimator: Cochran, Sampling Techniques, 6.1). Where few stacks may be taken, none of a
+(a ratio estimator: Cochran, Sampling Techniques, 6.1). Of few that were chosen, that alone would
+tell too little of long waits: one more of these makes the sum larger by which all are divided. That
+is put right as far as what was chosen tells (Tin, Comparison of some ratio estimators, Journal of
+the American Statistical Association 60, 1965). Where few stacks may be taken, none of a
 thread's waits may be chosen in a window: those that were in the windows before stand for them. Of a
 thread of which there are none either the time is there under a stack that says so.
 
@@ -222,7 +225,9 @@ def share_out(
     whole_count = _sums(groups, of_total, totals[1]["count"].astype(np.int64))
     weights = chosen["weight"].astype(np.int64)
     scaled = np.zeros(len(chosen), abi.SUM_VALUE_DTYPE)
-    ns, count = weights * raw["ns"].astype(np.int64), weights * raw["count"].astype(np.int64)
+    seen = raw["count"].astype(np.int64)
+    ns = _put_right(weights * raw["ns"].astype(np.int64), seen, weights, of_chosen, groups)
+    count = _put_right(weights * seen, seen, weights, of_chosen, groups)
     scaled["ns"] = _allotted(ns, np.maximum(count, 1), of_chosen, whole_ns)
     scaled["count"] = _allotted(count, np.maximum(ns, 1), of_chosen, whole_count)
     chosen = chosen.copy()
@@ -240,6 +245,34 @@ def share_out(
         np.concatenate([values[is_exact], scaled, bare]),
         int(bare["count"].sum()),
     )
+
+
+def _put_right(
+    sums: npt.NDArray[np.int64],
+    seen: npt.NDArray[np.int64],
+    weights: npt.NDArray[np.int64],
+    which: npt.NDArray[np.int64],
+    groups: int,
+) -> npt.NDArray[np.int64]:
+    """Returns weighted sums whose shares in those of their group are right on average.
+
+    A share is too small by its covariance with the whole, and too large by its part of the whole's
+    variance, both over the square of the whole. Intervals are chosen one by one: the covariance is
+    a sum's own variance, which is taken as if its intervals were equal.
+
+    Args:
+        sums: Of each row.
+        seen: Of how many intervals each is.
+        weights: For how many each of these stands.
+        which: Group of each row.
+        groups: How many there are.
+    """
+    own = sums.astype(np.float64)
+    variances = own**2 / np.maximum(seen, 1) * (1 - 1 / np.maximum(weights, 1))
+    wholes = np.maximum(np.bincount(which, own, groups), 1.0)[which]
+    share = np.bincount(which, variances, groups)[which] / wholes**2
+    found = np.round(own * (1 - share) + variances / wholes).astype(np.int64)
+    return np.where(share > 0, found, sums)  # what is known of all stays as it is
 
 
 def _without(totals: Array, chosen: Array) -> Array:
