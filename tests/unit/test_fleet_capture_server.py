@@ -208,13 +208,14 @@ def test_the_longest_answer_is_read_whole() -> None:
     assert json.loads(answer)["hint"]
 
 
-def test_one_that_gets_nowhere_is_ended(
-    server: CaptureServer, config: AgentConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(capture_server, "_GRACE_S", 0.1)
+def test_one_that_gets_nowhere_is_ended(server: CaptureServer, config: AgentConfig) -> None:
     with _client(config) as client:
         client.send(_REQUEST.message())
         pid = int(json.loads(client.recv(1 << 16))["say"])
+        # WHEN its time is over
+        wait_until(lambda: server._running is not None, _PATIENCE_S)
+        assert server._running is not None
+        server._running.until_s = time.monotonic()
         assert client.recv(1 << 16) == b""
         wait_until(lambda: _is_gone(pid), _PATIENCE_S)
 
