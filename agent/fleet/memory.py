@@ -10,6 +10,7 @@ for tables in the kernel: what has no room there is counted.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +20,8 @@ from aiflame.agent.processes import procfs
 
 # A start, or a table that is made just now, is no news: looks are a minute apart.
 _LOOKS_UNTIL_OVER = 3
+# Of a process that has a thousand mappings.
+_MAX_MAPPINGS_BYTES = 1 << 20
 # What is kept is given up sooner than it is kept again, or it would come and go with each burst.
 _LOOKS_UNTIL_MORE = 5
 # 32,768 stacks of 32 frames have 19 MB, half of them 9: the last step takes less than what is free
@@ -31,7 +34,7 @@ class MemoryUse:
     """What there is at a moment, in bytes: of processes, each page shared among those that have it.
 
     Attributes:
-        collector: Of the process that records.
+        collector: Of the process that records, without maps that it has mapped.
         naming: Of the one that names and sends.
         helpers: Of all that these have started.
         kernel: Of maps, and of the tables in them.
@@ -63,7 +66,8 @@ def measure(naming: int | None, table_bytes: int) -> MemoryUse:
     """
     children = [pid for pid in procfs.begun() if pid != naming]
     return MemoryUse(
-        _resident_bytes(os.getpid()),
+        _resident_bytes(os.getpid())
+        - mapped_maps_bytes(procfs.read_lines("/proc/self/smaps", _MAX_MAPPINGS_BYTES)),
         0 if naming is None else _resident_bytes(naming),
         sum(map(_resident_bytes, children)),
         _map_bytes() + table_bytes,
@@ -84,6 +88,25 @@ def _resident_bytes(pid: int) -> int:
         resident, shared = map(int, line.split()[1:3])
         return (resident - shared) * os.sysconf("SC_PAGESIZE")
     return 0
+
+
+def mapped_maps_bytes(mappings: Iterable[str]) -> int:
+    """Returns what of a process's resident memory is the kernel's: rings and tables of its maps.
+
+    They are in its share, but are counted with all maps. The kernel names such a mapping after the
+    descriptor (bpf_map_new_fd of kernel/bpf/syscall.c, v4.4).
+
+    Args:
+        mappings: The lines of its /proc/PID/smaps.
+    """
+    size, is_map = 0, False
+    for line in mappings:
+        field = line.split(maxsplit=1)[0]
+        if not field.endswith(":"):  # where a mapping begins: its addresses
+            is_map = line.rstrip().endswith("anon_inode:bpf-map")
+        elif is_map and field == "Pss:":
+            size += int(line.split()[1]) * 1024
+    return size
 
 
 def _map_bytes() -> int:

@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 from aiflame.agent.fleet.log import Log
-from aiflame.agent.fleet.memory import MemoryBudget, MemoryUse, measure
+from aiflame.agent.fleet.memory import MemoryBudget, MemoryUse, mapped_maps_bytes, measure
 from aiflame.agent.fleet.vitals import Vitals
 
 _MB = 1_000_000
@@ -53,6 +53,26 @@ def test_each_part_has_its_own(children: list[int]) -> None:
         after = measure(children[0], 5 * _MB)
     assert 45 * _MB < after.collector - before.collector < 60 * _MB
     assert after.processes == after.collector + after.naming + after.helpers
+
+
+def test_maps_of_the_kernel_that_are_mapped_are_not_counted_twice() -> None:
+    smaps = """\
+7f0000000000-7f0000001000 rw-s 00000000 00:0e 12    anon_inode:bpf-map
+Size:                  4 kB
+Rss:                   4 kB
+Pss:                   4 kB
+VmFlags: rd wr sh mr mw me ms sd
+7f0000001000-7f0000003000 rw-p 00000000 00:00 0
+Rss:                   8 kB
+Pss:                   8 kB
+7f0000003000-7f0000009000 r--s 00001000 00:0e 12    anon_inode:bpf-map
+Rss:                  24 kB
+Pss:                  12 kB
+Pss_Dirty:            12 kB
+7f0000009000-7f000000a000 r--p 00000000 fe:00 9     /tmp/bpf-map
+Pss:                   4 kB
+"""
+    assert mapped_maps_bytes(smaps.splitlines()) == 16 * 1024
 
 
 def test_who_is_gone_has_nothing() -> None:
