@@ -101,11 +101,11 @@ def mapped_maps_bytes(mappings: Iterable[str]) -> int:
     """
     size, is_map = 0, False
     for line in mappings:
-        field = line.split(maxsplit=1)[0]
-        if not field.endswith(":"):  # where a mapping begins: its addresses
-            is_map = line.rstrip().endswith("anon_inode:bpf-map")
-        elif is_map and field == "Pss:":
-            size += int(line.split()[1]) * 1024
+        match line.split():
+            case ["Pss:", kilobytes, "kB"]:
+                size += int(kilobytes) * 1024 if is_map else 0
+            case [field, *_] if not field.endswith(":"):  # the addresses of the next mapping
+                is_map = line.rstrip().endswith("anon_inode:bpf-map")
     return size
 
 

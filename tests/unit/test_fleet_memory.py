@@ -73,6 +73,8 @@ Pss_Dirty:            12 kB
 Pss:                   4 kB
 """
     assert mapped_maps_bytes(smaps.splitlines()) == 16 * 1024
+    # Where it is cut: what was there before counts.
+    assert [mapped_maps_bytes(smaps[:end].split("\n")) for end in range(0, len(smaps))][-1] == 16384
 
 
 def test_who_is_gone_has_nothing() -> None:
