@@ -20,13 +20,13 @@ from aiflame.agent.processes import procfs
 
 # A start, or a table that is made just now, is no news: looks are a minute apart.
 _LOOKS_UNTIL_OVER = 3
-# Of a process that has a thousand mappings.
-_MAX_MAPPINGS_BYTES = 1 << 20
 # What is kept is given up sooner than it is kept again, or it would come and go with each burst.
 _LOOKS_UNTIL_MORE = 5
 # 32,768 stacks of 32 frames have 19 MB, half of them 9: the last step takes less than what is free
 # then, a quarter of half of the default budget.
 _ROOM = 0.75
+# Of a process that has a thousand mappings.
+_MAX_MAPPINGS_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

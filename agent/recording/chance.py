@@ -5,10 +5,10 @@ Of a recording by chance the kernel half knows all of a thread's time off the CP
 stacks of some of its waits. Each of these was chosen with a probability that did not depend on how
 long it would last, and stands for so many (its weight): on average the weighted sums are right.
 Here they are scaled to the totals, which are exact, so that on + off = wall in every window
-(a ratio estimator: Cochran, Sampling Techniques, 6.1). Of few that were chosen, that alone would
-tell too little of long waits: one more of these makes the sum larger by which all are divided. That
-is put right as far as what was chosen tells (Tin, Comparison of some ratio estimators, Journal of
-the American Statistical Association 60, 1965). Where few stacks may be taken, none of a
+(a ratio estimator: Cochran, Sampling Techniques, 6.1). Where few were chosen, it is biased against
+long waits: one more of these makes the sum larger by which all are divided. That bias is corrected
+to the first order (Tin, Comparison of some ratio estimators, Journal of the American Statistical
+Association 60, 1965). Where few stacks may be taken, none of a
 thread's waits may be chosen in a window: those that were in the windows before stand for them. Of a
 thread of which there are none either the time is there under a stack that says so.
 
@@ -226,8 +226,8 @@ def share_out(
     weights = chosen["weight"].astype(np.int64)
     scaled = np.zeros(len(chosen), abi.SUM_VALUE_DTYPE)
     seen = raw["count"].astype(np.int64)
-    ns = _put_right(weights * raw["ns"].astype(np.int64), seen, weights, of_chosen, groups)
-    count = _put_right(weights * seen, seen, weights, of_chosen, groups)
+    ns = _bias_corrected(weights * raw["ns"].astype(np.int64), seen, weights, of_chosen, groups)
+    count = _bias_corrected(weights * seen, seen, weights, of_chosen, groups)
     scaled["ns"] = _allotted(ns, np.maximum(count, 1), of_chosen, whole_ns)
     scaled["count"] = _allotted(count, np.maximum(ns, 1), of_chosen, whole_count)
     chosen = chosen.copy()
@@ -247,14 +247,14 @@ def share_out(
     )
 
 
-def _put_right(
+def _bias_corrected(
     sums: npt.NDArray[np.int64],
     seen: npt.NDArray[np.int64],
     weights: npt.NDArray[np.int64],
     which: npt.NDArray[np.int64],
     groups: int,
 ) -> npt.NDArray[np.int64]:
-    """Returns weighted sums whose shares in those of their group are right on average.
+    """Returns weighted sums whose shares in those of their group have less bias.
 
     A share is too small by its covariance with the whole, and too large by its part of the whole's
     variance, both over the square of the whole. Intervals are chosen one by one: the covariance is

@@ -69,7 +69,7 @@ def test_chosen_waits_stand_for_all_of_their_thread_and_kind() -> None:
     assert found[5, 9, _BLOCKED] == (1, 1_000) and found[5, 8, _WAITING] == (3, 6)
     (count, ns), (other_count, other_ns) = found[5, 8, _BLOCKED], found[6, 8, _BLOCKED]
     assert (count + other_count, ns + other_ns) == (27_000 + 1, 440_000 + 2_000)
-    # divided as the weighted sums say: of so many intervals there is next to nothing to put right.
+    # divided as the weighted sums say: of so many intervals there is next to no bias to correct.
     assert count == pytest.approx(9_000, rel=1e-3)
     assert ns == pytest.approx(330_000 + 2_000, rel=1e-3)
 
