@@ -69,13 +69,18 @@ def hurry() -> bool:
 
 
 def hurry_child(pid: int) -> None:
-    """Makes a child as urgent as `hurry` makes the calling thread, for work that ends soon."""
+    """Makes a child as urgent as `hurry` makes the calling thread, for work that ends soon.
+
+    What it forks is not: it begins at nice 0.
+    """
     if _IS_CHOSEN:
         return
     with contextlib.suppress(OSError):  # no right to, or it has ended
         os.setpriority(os.PRIO_PROCESS, pid, _HIGHEST_NICE)
-        if len(os.sched_getaffinity(0)) > 1:
-            os.sched_setscheduler(pid, os.SCHED_RR, os.sched_param(_LOWEST_REAL_TIME))
+        is_real_time = len(os.sched_getaffinity(0)) > 1
+        policy = os.SCHED_RR if is_real_time else os.SCHED_OTHER
+        priority = _LOWEST_REAL_TIME if is_real_time else 0
+        os.sched_setscheduler(pid, policy | os.SCHED_RESET_ON_FORK, os.sched_param(priority))
 
 
 def let_wait(pid: int) -> None:
@@ -83,7 +88,9 @@ def let_wait(pid: int) -> None:
     if _IS_CHOSEN:
         return
     with contextlib.suppress(OSError):  # it was not raised, or has ended
-        os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
+        # To take the flag away needs CAP_SYS_NICE.
+        flag = os.sched_getscheduler(pid) & os.SCHED_RESET_ON_FORK
+        os.sched_setscheduler(pid, os.SCHED_OTHER | flag, os.sched_param(0))
         os.setpriority(os.PRIO_PROCESS, pid, 0)
 
 

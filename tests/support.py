@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.inspector.memory import RemoteMemory
 
 # Programs that know the truth about themselves.
@@ -89,4 +90,4 @@ class _NoFiles:
 
 def blind_inspector() -> Any:
     """Returns an inspector that finds nothing of any process, and starts no child."""
-    return SimpleNamespace(opener=_NoFiles(), memory=RemoteMemory())
+    return SimpleNamespace(opener=_NoFiles(), memory=RemoteMemory(), server=ForkServer())

@@ -123,7 +123,7 @@ if __name__ == "__main__":
     elif verb == "worker":
         from aiflame.agent.fleet.worker import main
 
-        main(Path(arguments[0]), int(arguments[1]))
+        main(Path(arguments[0]), *map(int, arguments[1:]))
     else:
         from aiflame.agent.cli import main as command_line
 

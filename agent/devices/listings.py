@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 from aiflame.agent.file_questions import Question
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.inspector.tools import is_sound, run_tool
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import CodeObject, GpuProfile, Instruction
@@ -68,7 +69,10 @@ def with_listings(profile: Profile) -> Profile:
     codes = _sampled_codes(gpu)
     if not codes:
         return profile
-    with closing(FileFacts(FileGuard(), is_urgent=False)) as facts:
+    with (
+        closing(ForkServer()) as server,
+        closing(FileFacts(server, FileGuard(), is_urgent=False)) as facts,
+    ):
         found = dict(_listed(gpu, codes, _Tools(facts)))
     if not found:
         return profile

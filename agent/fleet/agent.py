@@ -48,6 +48,7 @@ from aiflame.agent.fleet.prepared import PreparedHelpers
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.stretches import Stretch, Stretches
 from aiflame.agent.fleet.vitals import Vitals
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.kernel import abi, checks, descriptors
 from aiflame.agent.kernel.least import give_up_rights
 from aiflame.agent.kernel.loader import ProgramOptions
@@ -219,6 +220,7 @@ def run_agent(
         agent = _Agent(
             *(config, reload, recorder, signals, stretches, facts, log, vitals, captures, steers),
             prepared,
+            foundation.inspector.server,
         )
         parts.callback(agent.close)
         give_back_freed_memory()  # programs and tables are in the kernel
@@ -302,8 +304,10 @@ class _Agent:
         captures: CaptureServer | None,
         steers: CostController | None,
         prepared: PreparedHelpers | None,
+        server: ForkServer,
     ) -> None:
         self._config = config
+        self._server = server
         self._prepared = prepared
         self._steers = steers
         self._captures = captures
@@ -383,6 +387,7 @@ class _Agent:
                 directory,
                 self._config.plain(),
                 self._config.agent.helper_memory,
+                self._server,
             )
         except AiflameError as error:
             self._log.say_seldom("no naming", f"nothing is sent: {error}")

@@ -22,6 +22,7 @@ from typing import Any
 from aiflame.agent import priority
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.inspector.child import ends
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.process_group import OWN_PROCESS_GROUP
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.sinks.naming_channel import NamingChannel
@@ -42,22 +43,30 @@ class NamingProcess(NamingChannel):
         directory: The agent's.
         config: As `AgentConfig.plain` gives it.
         helper_bytes: What those may have that read files for it.
+        server: Forks these.
 
     Raises:
         AiflameError: It cannot be started.
     """
 
     def __init__(
-        self, table: ProcessTable, directory: Path, config: dict[str, Any], helper_bytes: int
+        self,
+        table: ProcessTable,
+        directory: Path,
+        config: dict[str, Any],
+        helper_bytes: int,
+        server: ForkServer,
     ) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         super().__init__(table, ours)
         self._waiting: deque[dict[str, Any]] = deque()
+        self._server = server
         try:
             self._process = subprocess.Popen(  # noqa: S603 - a module of our own
-                [*COMMAND, str(directory), str(helper_bytes)],
+                [*COMMAND, str(directory), str(helper_bytes), str(server.request_fd)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
+                pass_fds=(server.request_fd,),
                 cwd="/",  # python -m would import from the working directory first
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 **OWN_PROCESS_GROUP,
@@ -90,6 +99,8 @@ class NamingProcess(NamingChannel):
 
     def pump(self) -> bool:
         """Sends what waits, as far as there is room; returns whether that was all."""
+        with suppress(OSError):  # no interpreter can be started: it names without what is in files
+            self._server.look()
         if not self._tell_files():
             return False
         while self._waiting:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names stretches of a host's recording, divides them by labels, and sends them.
 
-Started by `naming` as `python -m aiflame.agent.fleet.worker DIRECTORY HELPER_BYTES`, with a socket
-as standard input. Windows come from the segments of stretches; the socket tells when there are more
-of them, and brings the files that they mention. It ends when the agent does.
+Started by `naming` as `python -m aiflame.agent.fleet.worker DIRECTORY HELPER_BYTES SOCKET`, with a
+socket as standard input, and another one to the collector's fork server. Windows come from the
+segments of stretches; the socket tells when there are more of them, and brings the files that they
+mention. It ends when the agent does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import math
 import os
 import signal
 import socket
@@ -40,6 +40,7 @@ from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.spool import LEFT, Spool
 from aiflame.agent.fleet.stretches import TRIES, count_try, keep_kernel_file, mark_done
+from aiflame.agent.inspector.fork_server import ForkRequests
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Profile
@@ -53,7 +54,6 @@ from aiflame.agent.symbolize.files import GivenFiles
 from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
-from aiflame.agent.symbols.worker import main as symbol_worker
 from aiflame.agent.target_files import FileGuard
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -520,7 +520,7 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{at}"
 
 
-def main(directory: Path, helper_bytes: int) -> None:
+def main(directory: Path, helper_bytes: int, requests: int) -> None:
     """Serves one agent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # What they mean is the agent's to say; what is started from here heeds them all the same.
@@ -529,18 +529,14 @@ def main(directory: Path, helper_bytes: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     map_large_blocks()
     channel = socket.socket(fileno=os.dup(0))
+    server = ForkRequests(socket.socket(fileno=requests))
     files = GivenFiles()
     with (
-        SymbolService(
-            cache_dir(),
-            data_bytes=helper_bytes,
-            first=symbol_worker,
-            idle_s=math.inf,  # another one would be a new interpreter, of twice the size
-            rests=True,
-        ) as service,
-        closing(FileFacts(FileGuard(), (), facts_directory(), is_urgent=False)) as file_facts,
+        SymbolService(cache_dir(), data_bytes=helper_bytes, server=server) as service,
+        closing(
+            FileFacts(server, FileGuard(), (), facts_directory(), is_urgent=False)
+        ) as file_facts,
     ):
-        service.start()  # before there are threads, of sinks
         lateness = _Lateness()
         naming = Naming(files, service, file_facts, lateness.budget_s)
         worker = _Worker(directory, channel, naming, lateness, Log())
@@ -551,4 +547,4 @@ def main(directory: Path, helper_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

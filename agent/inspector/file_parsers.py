@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has questions about files answered by processes without rights.
 
-One process forks them (`file_reader`), and is started when the first question is asked. Files that
-one user can change anyway share a parser, since one that was taken over may lie about the others;
-a file that several can write to has one of its own. A parser that ends, or takes too long, is
-replaced, and its file asked about once more.
+The fork server forks them (`file_reader`) when a question is asked. Files that one user can change
+anyway share a parser, since one that was taken over may lie about the others; a file that several
+can write to has one of its own. A parser that ends, or takes too long, is replaced, and its file
+asked about once more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,10 +21,10 @@ from typing import Any, NamedTuple
 
 from aiflame.agent import priority
 from aiflame.agent.file_questions import Json, Question
-from aiflame.agent.inspector.child import ends, waits_for_a_processor
+from aiflame.agent.inspector.child import waits_for_a_processor
 from aiflame.agent.inspector.file_reader import TIMER_MARGIN_S
+from aiflame.agent.inspector.fork_server import ForkRequests, Helper, NotForked, Program
 from aiflame.agent.inspector.parser import BadMessage, Channel, FileGroup, group_of
-from aiflame.agent.process_group import OWN_PROCESS_GROUP
 from aiflame.agent.target_files import MAX_BYTES, BadTargetFile, RemoteFile
 
 # The system's files, the user's, and those of two containers.
@@ -34,15 +33,17 @@ _MAX_PARSERS = 4
 _MAX_ANSWER_BYTES = 8 << 20
 # A file that crashes one parser may have met another one's fate; two are its own doing.
 _TRIES = 2
-# It imports 0.2 s long.
-_STARTING_S = 30.0
 # Past its share of time at real-time priority a parser goes on as any other process.
 _URGENT_S = 0.2
 # A parser that is not at work, and does not answer: it was stopped, or waits for a broken disk.
 _PATIENCE_S = 2.0
 _STARVED_PATIENCE_S = 30.0
+_MODULE = "aiflame.agent.inspector.file_reader"
+_MAIN = f"{_MODULE}:main"
 # The out-of-memory killer may come twice.
 _MAX_DEATHS = 4
+# An agent tries again: memory may have been short.
+_PAUSE_S = 60.0
 # Of a file that is read for its parser: a megabyte at a time, but for its headers.
 _MAX_READS = 4096
 
@@ -57,8 +58,13 @@ class NoAnswer(BadTargetFile):
 class _Fork(NamedTuple):
     """A parser, which another process has forked."""
 
-    pid: int
+    helper: Helper
     channel: Channel
+
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+        return self.helper.pid
 
     @property
     def cpu_s(self) -> float:
@@ -72,21 +78,20 @@ class FileParsers:
     """The parsers of a recording or a dump. They are started when they are needed.
 
     Args:
+        server: Forks them.
         modules: Which have the functions that questions name.
         is_urgent: Whether somebody who is urgent waits for answers.
-
-    Attributes:
-        starts: How often the process that forks them was started.
     """
 
-    def __init__(self, modules: Sequence[str], *, is_urgent: bool = True) -> None:
-        self._modules = tuple(modules)
+    def __init__(
+        self, server: ForkRequests, modules: Sequence[str], *, is_urgent: bool = True
+    ) -> None:
+        self._server = server
+        # The functions import capstone when they need it, which parsers cannot: they open no files.
+        self._program = Program("file_reader", _MAIN, ("capstone", _MODULE, *modules))
         self._is_urgent = is_urgent
-        self._process: subprocess.Popen[bytes] | None = None
-        self._forks: Channel | None = None
         self._by_group: OrderedDict[FileGroup, _Fork] = OrderedDict()
-        self._deaths = 0
-        self.starts = 0
+        self._not_before_s = 0.0
 
     def ask(
         self, fd: int, remote: RemoteFile | None, questions: Sequence[Question[Any]], cpu_s: float
@@ -128,16 +133,15 @@ class FileParsers:
         raise NoAnswer(why)
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        """The processes that there are: parsers, and the one that forks them."""
-        forks = () if self._process is None else (self._process.pid,)
-        return (*forks, *(fork.pid for fork in self._by_group.values()))
+    def program(self) -> Program:
+        """What parsers run."""
+        return self._program
 
-    def expect(self) -> None:
-        """Starts the process that forks parsers, if it is not there; waits for nothing."""
-        if self._forks is None:
-            with contextlib.suppress(OSError):  # then it is tried again once it is needed
-                self._forks = self._start()
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The parsers that there are."""
+        forks = self._by_group.values()
+        return tuple(fork.pid for fork in forks if not fork.channel.is_readable(0))
 
     def distrust(self, fd: int, remote: RemoteFile | None) -> None:
         """Ends the parser of a file, which gave an answer that no sound one gives."""
@@ -201,8 +205,12 @@ class FileParsers:
             NoAnswer: There can be none.
         """
         if group is not None and group in self._by_group:
-            self._by_group.move_to_end(group)
-            return self._by_group[group]
+            # One that was not asked for a while has ended, which is all that it says unasked.
+            if self._by_group[group].channel.is_readable(0):
+                self._end(self._by_group[group])
+            else:
+                self._by_group.move_to_end(group)
+                return self._by_group[group]
         if group is not None and len(self._by_group) == _MAX_PARSERS:
             self._end(next(iter(self._by_group.values())))
         fork = self._forked()
@@ -211,10 +219,12 @@ class FileParsers:
         return fork
 
     def _forked(self) -> _Fork:
-        while self._deaths < _MAX_DEATHS:
-            fork = self._fork()
-            if fork is not None:
-                return fork
+        if time.monotonic() >= self._not_before_s:
+            for _ in range(_MAX_DEATHS):
+                fork = self._fork()
+                if fork is not None:
+                    return fork
+            self._not_before_s = time.monotonic() + _PAUSE_S
         raise NoAnswer("no parser could be started")
 
     def _fork(self) -> _Fork | None:
@@ -223,93 +233,58 @@ class FileParsers:
         Raises:
             NoAnswer: There is no room for one.
         """
-        try:
-            if self._forks is None:
-                self._forks = self._start()
-            self._forks.send({"start": True})
-            if not self._forks.is_readable(_URGENT_S):
-                self._let_wait()
-                if not self._forks.is_readable(_STARTING_S):
-                    raise TimeoutError
-            message, fds = self._forks.receive()
-        except (OSError, EOFError, BadMessage):
-            self._deaths += not self._has_ended_well()
-            self._leave()
-            return None
-        if not fds:
-            raise NoAnswer(f"no parser: {message['error']}")
-        fork = _Fork(int(message["pid"]), Channel(socket.socket(fileno=fds[0])))
-        if self._is_urgent:
-            priority.hurry_child(fork.pid)
-        return fork
-
-    def _let_wait(self) -> None:
-        """Makes the process that forks an ordinary one: on a slow processor its imports take long.
-
-        The limit on being real-time at a stretch, which children have from the recorder, would end
-        it. Its parsers are made urgent one by one.
-        """
-        if self._process is not None and self._is_urgent:
-            priority.let_wait(self._process.pid)
-
-    def _start(self) -> Channel:
-        self.starts += 1
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            words = ["-m", "aiflame.agent.inspector.file_reader", str(theirs.fileno())]
-            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, *words, *self._modules],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                cwd="/",  # `python -m` puts the working directory first on the module path
-                # One thread, so that it may fork; numpy would start one per CPU.
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-                **OWN_PROCESS_GROUP,  # Ctrl-C is for the recorder
-            )
-        except OSError:
-            ours.close()
-            raise
-        finally:
+        with contextlib.ExitStack() as stack:
+            try:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                stack.callback(theirs.close)
+                channel = Channel(ours)
+                stack.callback(channel.close)
+                helper = self._begun(theirs.fileno())
+            except NotForked as error:
+                raise NoAnswer(f"no parser: {error}") from error
+            except OSError:
+                return None
+            stack.pop_all()
             theirs.close()
         if self._is_urgent:
-            priority.hurry_child(self._process.pid)
-        return Channel(ours)
+            priority.hurry_child(helper.pid)
+        return _Fork(helper, channel)
 
-    def _has_ended_well(self) -> bool:
-        """Whether the process that forks has ended for want of questions."""
-        if self._process is None or not ends(self._process.pid):
-            return False
-        return self._process.wait() == 0
+    def _begun(self, connection: int) -> Helper:
+        """Returns a parser that is there.
+
+        Args:
+            connection: Its end of a channel.
+
+        Raises:
+            NotForked: There is no room for one.
+            OSError: The fork server has ended, or cannot be started.
+        """
+        helper = self._server.run(self._program, (), (connection,))
+        if self._is_urgent:
+            self._server.hurry()
+        try:
+            is_there = helper.begins(_URGENT_S)
+            if self._is_urgent:
+                self._server.let_wait()
+            if is_there or helper.begins():
+                return helper
+        except OSError:
+            helper.close()
+            raise
+        helper.close()
+        raise NotForked(errno.ETIMEDOUT, "the fork server does not answer")
 
     def _end(self, fork: _Fork) -> None:
         for group in [group for group, one in self._by_group.items() if one is fork]:
             del self._by_group[group]
         fork.channel.close()
-        if self._forks is not None:
-            with contextlib.suppress(OSError):
-                self._forks.send({"end": fork.pid})
-
-    def _leave(self) -> None:
-        """Ends the process that forks, and with it all parsers."""
-        for fork in self._by_group.values():
-            fork.channel.close()
-        self._by_group.clear()
-        if self._forks is not None:
-            self._forks.close()
-            self._forks = None
-        if self._process is not None:
-            # It ends its parsers, so that their CPU time counts.
-            if not ends(self._process.pid):
-                self._process.kill()
-            if ends(self._process.pid):
-                self._process.wait()
-            self._process = None
+        fork.helper.close()
 
     def close(self) -> None:
         """Ends all."""
-        self._leave()
+        for fork in [*self._by_group.values()]:
+            self._end(fork)
 
 
 def _answers(fd: int, count: int) -> list[dict[str, Json]]:

@@ -5,22 +5,25 @@ from __future__ import annotations
 
 from collections import Counter
 
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.inspector.memory import RemoteMemory
 from aiflame.agent.inspector.opener import Opener
 from aiflame.agent.losses import LossKind
 
 
 class Inspector:
-    """The two children that do what may never end. A context manager, which ends them.
+    """The children that do what may never end. A context manager, which ends them.
 
     Attributes:
         opener: Opens files, and reads what /proc tells of memory.
         memory: Reads memory.
+        server: Forks those who parse files, once there is something to parse.
     """
 
     def __init__(self) -> None:
         self.opener = Opener()
         self.memory = RemoteMemory()
+        self.server = ForkServer()
 
     def start(self) -> None:
         """Starts them now: they are ready by the time that somebody asks."""
@@ -30,7 +33,8 @@ class Inspector:
     @property
     def pids(self) -> list[int]:
         """Of the children that there are."""
-        return [pid for pid in (self.opener.pid, self.memory.pid) if pid is not None]
+        found = [pid for pid in (self.opener.pid, self.memory.pid) if pid is not None]
+        return [*found, *self.server.pids]
 
     @property
     def losses(self) -> Counter[LossKind]:
@@ -59,3 +63,4 @@ class Inspector:
         """Ends the children."""
         self.opener.close()
         self.memory.close()
+        self.server.close()

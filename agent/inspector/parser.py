@@ -113,7 +113,7 @@ class Parser:
             theirs.close()
             raise
         if self.pid == 0:
-            _run(work, theirs, parent)
+            parse(work, theirs, parent)
         theirs.close()
         self.channel = Channel(ours)
         self._is_reaped = False
@@ -130,14 +130,6 @@ class Parser:
         if not self._is_reaped:
             os.kill(self.pid, signal.SIGKILL)
             self._wait()
-
-    def has_ended(self) -> bool:
-        """Whether it has ended by itself; then it need not be ended."""
-        if not self._is_reaped:
-            self._is_reaped = os.waitpid(self.pid, os.WNOHANG)[0] != 0
-            if self._is_reaped:
-                self.channel.close()
-        return self._is_reaped
 
     def end(self) -> int:
         """Waits until it has ended; returns its exit status, negative for a signal's number."""
@@ -206,8 +198,14 @@ def group_of(fd: int) -> FileGroup | None:
     return None
 
 
-def _run(work: Callable[[Channel], None], connection: socket.socket, parent: int) -> None:
-    """What the child does; never returns."""
+def parse(work: Callable[[Channel], None], connection: socket.socket, parent: int) -> NoReturn:
+    """What a parser's process does: gives up its rights, and works.
+
+    Args:
+        work: As for `Parser`.
+        connection: Its end of the channel.
+        parent: Pid of the process that has forked it, with which it ends.
+    """
     code = 1
     try:
         nothing = os.open(os.devnull, os.O_RDWR)

@@ -62,12 +62,14 @@ class BinaryTable:
 
     def __init__(self, inspector: Inspector, facts: FileFacts | None = None) -> None:
         self._inspector = inspector
-        self.facts = facts or FileFacts(FileGuard(), (HEADERS,), facts_directory())
+        self.facts = facts or FileFacts(
+            inspector.server, FileGuard(), (HEADERS,), facts_directory()
+        )
         self.guard = self.facts.guard
         # For what is no file: whoever made it has nobody else's time.
         others = FileGuard()
         others.bad = self.guard.bad
-        self._bytes_facts = FileFacts(others)
+        self._bytes_facts = FileFacts(inspector.server, others)
         self.files: dict[int, BinaryFile] = {}  # by index
         self._next = 0
         self.unopened = 0

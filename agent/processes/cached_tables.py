@@ -58,6 +58,7 @@ class CachedTables:
         # Descriptors of files that are not mapped yet, by numbers below those of binaries.
         self._expected: dict[int, int] = {}
         self._builder = TableBuilders(
+            binaries.facts.server,
             cache,
             watch,
             lambda binary: urgency(binary) if binary >= 0 else 1 / self.size_bytes(binary),

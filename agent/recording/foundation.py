@@ -18,6 +18,7 @@ from aiflame.agent.launches.probes import functions_of
 from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.agent.target_files import FileGuard
+from aiflame.agent.unwind.table_builder import PROGRAM
 from aiflame.gpu.apis import APIS
 
 
@@ -47,12 +48,16 @@ class Foundation:
             self.inspector.start()
             self.guard = FileGuard()
             questions = (HEADERS, functions_of(APIS)) if options.calls else (HEADERS,)
-            self.file_facts = FileFacts(self.guard, questions, facts_directory())
+            self.file_facts = FileFacts(
+                self.inspector.server, self.guard, questions, facts_directory()
+            )
             parts.callback(self.file_facts.close)
             self.programs = begin_programs(options, cache_dir())
             parts.callback(self.programs.close)
             if options.filter is not abi.Filter.PIDS:
-                self.file_facts.expect()  # somebody starts something new, sooner or later
+                # Somebody starts something new, sooner or later.
+                for program in (self.file_facts.program, PROGRAM):
+                    self.inspector.server.expect(program)
             self._parts = parts.pop_all()
 
     def __enter__(self) -> Foundation:

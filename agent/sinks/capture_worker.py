@@ -20,6 +20,7 @@ from typing import Any
 
 from aiflame.agent.allocator import give_back_freed_memory
 from aiflame.agent.errors import DiskFull
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.inspector.rootfs import reopen_regular
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.capture_report import Report
@@ -41,7 +42,10 @@ def main(folder: Path, database: Path) -> None:
     files = GivenFiles()
     with (
         SymbolService(cache_dir()) as service,
-        closing(FileFacts(FileGuard(), (), facts_directory(), is_urgent=False)) as file_facts,
+        closing(ForkServer()) as server,
+        closing(
+            FileFacts(server, FileGuard(), (), facts_directory(), is_urgent=False)
+        ) as file_facts,
     ):
         service.start()  # it is ready by the time that the first window is there
         capture: WrittenCapture | None = None

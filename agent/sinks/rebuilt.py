@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from aiflame.agent.capture.segment import BadSegment
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.inspector.opener import Opener
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.written import Naming, WrittenCapture
@@ -47,7 +48,10 @@ def capture_of_windows(
         return
     with (
         SymbolService(cache_dir()) as service,
-        closing(FileFacts(FileGuard(), (), facts_directory(), is_urgent=False)) as file_facts,
+        closing(ForkServer()) as server,
+        closing(
+            FileFacts(server, FileGuard(), (), facts_directory(), is_urgent=False)
+        ) as file_facts,
         closing(Opener()) as opener,
         closing(FoundFiles(file_facts, opener, roots, kept)) as files,
     ):

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from aiflame.agent.file_questions import BadAnswer, Json, Question
 from aiflame.agent.inspector.file_parsers import FileParsers, NoAnswer
+from aiflame.agent.inspector.fork_server import ForkRequests, Program
 from aiflame.agent.inspector.parser import group_of
 from aiflame.agent.inspector.rootfs import is_local
 from aiflame.agent.symbols.known import Known, file_key, is_settled, known_directory
@@ -62,6 +63,7 @@ class FileFacts:
     """Answers questions about files. Its parsers are started when an answer is not known yet.
 
     Args:
+        server: Forks these; closing it stays the caller's.
         guard: Has the files that must not be read here, and is told of bad ones.
         standard: What is asked about each file once one question about it is.
         directory: Where answers are kept, None for nowhere.
@@ -69,10 +71,12 @@ class FileFacts:
 
     Attributes:
         guard: Keeps account of the files.
+        server: As given.
     """
 
     def __init__(
         self,
+        server: ForkRequests,
         guard: FileGuard,
         standard: Sequence[Question[Any]] = (),
         directory: Path | None = None,
@@ -80,24 +84,21 @@ class FileFacts:
         is_urgent: bool = True,
     ) -> None:
         self.guard = guard
+        self.server = server
         self._standard = tuple(standard)
-        self._parsers = FileParsers(_MODULES, is_urgent=is_urgent)
+        self._parsers = FileParsers(server, _MODULES, is_urgent=is_urgent)
         self._known = Known(directory, _MAX_BYTES, _MAX_FILE_BYTES)
         self._recent: OrderedDict[str, dict[str, Json]] = OrderedDict()
 
-    def expect(self) -> None:
-        """Gets parsers ready, beside all else that is to be done."""
-        self._parsers.expect()
+    @property
+    def program(self) -> Program:
+        """What parsers run."""
+        return self._parsers.program
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes that there are: parsers, and the one that forks them."""
+        """The parsers that there are."""
         return self._parsers.pids
-
-    @property
-    def starts(self) -> int:
-        """How often the process that forks parsers was started."""
-        return self._parsers.starts
 
     def ask(self, path: str, fd: int, question: Question[T]) -> T | None:
         """Answers a question about a file; None where that is bad, which the guard is told.

@@ -14,6 +14,7 @@ and are there when `resolve_many` asks.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -21,24 +22,20 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.inspector.fork_server import Ending, ForkRequests, Program
 from aiflame.agent.inspector.rootfs import path_in_root
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols import protocol
 from aiflame.agent.symbols.frames import Problem, SourceFrame
 from aiflame.agent.symbols.perfmap import perf_map_path
-from aiflame.agent.symbols.worker_process import (
-    Ending,
-    Executed,
-    Forked,
-    WorkerProcess,
-)
+from aiflame.agent.symbols.worker_process import Executed, WorkerProcess
 
 U64 = npt.NDArray[np.uint64]
 
@@ -62,6 +59,9 @@ _MAX_DEATHS = 40
 # starts none all the time, and keeps none all day.
 _IDLE_S, _LONGEST_IDLE_S = 10.0, 60.0
 _READ_BYTES = 1024 * 1024
+
+_MODULE = "aiflame.agent.symbols.worker"
+_PROGRAM = Program("symbols.worker", f"{_MODULE}:main", (_MODULE,))
 # A host may show bad binaries all day.
 _MAX_PROBLEMS = 1_000
 
@@ -133,11 +133,10 @@ class SymbolService:
         data_bytes: Memory of its own that it may have, files that are mapped aside; 0 for as much
             as there may be in its address space.
         command: What to run instead of the worker module; it gets the same arguments.
-        first: What the first worker runs, in a fork of this process, which has no threads before
-            `start`. Without it that is a new interpreter as well.
-        idle_s: After so long without a question `poll` ends the worker; twice as long each time.
-        rests: What it has started for files ends as soon as it is idle, and begins again with
-            the next question: less memory, and some milliseconds more each time.
+        server: Forks the worker, which `poll` ends as soon as it is idle: another one is there in 3
+            ms. Without it that is a new interpreter.
+        idle_s: After so long without a question `poll` ends such an interpreter; twice as long each
+            time.
 
     Attributes:
         losses: How much went wrong so far.
@@ -154,24 +153,21 @@ class SymbolService:
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         data_bytes: int = 0,
         command: Sequence[str] = (),
-        first: Callable[[list[str]], None] | None = None,
+        server: ForkRequests | None = None,
         idle_s: float = _IDLE_S,
-        rests: bool = False,
     ) -> None:
-        self._command = command or (sys.executable, "-m", "aiflame.agent.symbols.worker")
+        self._command = command or (sys.executable, "-m", _MODULE)
         directory = "" if cache is None else str(cache.absolute())
         self._arguments = [directory, str(memory_bytes), str(timeout_s)]
         if data_bytes:
             self._arguments.append(str(data_bytes))
-        self._first = first
-        self._rests = rests
-        self._is_resting = False
+        self._server = server
         self._patience_s = _WALL_FACTOR * timeout_s + _GRACE_S
         self._niceness = _NICENESS_WARMING
         self._process: WorkerProcess | None = None
         self._errors: IO[bytes] | None = None
         self._deaths = 0
-        self._idle_s = idle_s
+        self._idle_s = 0.0 if server is not None else idle_s
         self._answered_s = 0.0  # when it last answered, or was started
         self._next_number = 0
         self._queue: deque[_Pending] = deque()
@@ -211,11 +207,7 @@ class SymbolService:
         self._pump(0.0)
         if self._process is None or self._queue:
             return
-        if self._rests and not self._is_resting:
-            self._is_resting = True
-            self._outgoing += protocol.encode({"rest": True})
-            self._pump(0.0)
-        elif time.monotonic() - self._answered_s >= self._idle_s:
+        if time.monotonic() - self._answered_s >= self._idle_s:
             self._idle_s = min(2 * self._idle_s, _LONGEST_IDLE_S)
             self._end_idle()
 
@@ -285,7 +277,6 @@ class SymbolService:
         if not self._queue:
             self._deadline = time.monotonic() + self._patience_s
         self._queue.append(pending)
-        self._is_resting = False
         self._outgoing += pending.message(plain=strikes > 0)
         return pending.number
 
@@ -306,7 +297,8 @@ class SymbolService:
         except OSError as error:
             if errors is not None:
                 errors.close()
-            self._deaths = _MAX_DEATHS
+            # A fork server may be there again, or have room, for the next question.
+            self._deaths = self._deaths + 1 if self._server is not None else _MAX_DEATHS
             self._add(Problem(LossKind.SYMBOLIZER_DIED, f"cannot start: {error.strerror}"))
             return
         for pipe in (process.stdin, process.stdout):
@@ -317,10 +309,16 @@ class SymbolService:
         self._prioritize(self._niceness)
 
     def _started(self, errors: IO[bytes]) -> WorkerProcess:
-        first, self._first = self._first, None
-        if first is not None:
-            return Forked(first, self._arguments, errors)
-        return Executed([*self._command, *self._arguments], errors)
+        if self._server is None:
+            return Executed([*self._command, *self._arguments], errors)
+        helper = self._server.run_piped(_PROGRAM, self._arguments, errors.fileno())
+        try:
+            if helper.begins():
+                return helper
+            raise TimeoutError(errno.ETIMEDOUT, "the fork server does not answer")
+        except OSError:
+            helper.close()
+            raise
 
     def _prioritize(self, niceness: int) -> None:
         self._niceness = niceness

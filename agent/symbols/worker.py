@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The symbol worker: opens files of targets, and has each read by a process without rights.
 
-Started by `service` as `python -m aiflame.agent.symbols.worker CACHE MEMORY_BYTES TIMEOUT_S
-[DATA_BYTES]`; requests come on standard input, answers go to standard output (`protocol`). A parser
-(`inspector.parser`) gets the binary as a descriptor and asks for all else: candidates for a debug
-file, and files of the cache, all of whose names hold a digest of the binary and the candidates. It
-writes to the cache only what it made of copies, which have the bytes of that digest and no others
-(`elf.contents`). This process takes digests and checksums of files, and makes nothing else of their
-bytes: even what their headers say a parser tells it (`outline`).
+Started by `service`, in a fork of the fork server or as `python -m aiflame.agent.symbols.worker
+CACHE MEMORY_BYTES TIMEOUT_S [DATA_BYTES]`; requests come on standard input, answers go to standard
+output (`protocol`). A parser (`inspector.parser`) gets the binary as a descriptor and asks for all
+else: candidates for a debug file, and files of the cache, all of whose names hold a digest of the
+binary and the candidates. It writes to the cache only what it made of copies, which have the bytes
+of that digest and no others (`elf.contents`). This process takes digests and checksums of files,
+and makes nothing else of their bytes: even what their headers say a parser tells it (`outline`).
 
 A parser has a limit of its address space, with DATA_BYTES one of memory of its own, and a timer
-that ends it when it takes too much CPU time.
-When one dies, so does the worker, in the same way: `service` starts another. It ends when its
-standard input does, or when the recorder dies.
+that ends it when it takes too much CPU time. When one dies, so does the worker, in the same way:
+`service` starts another. It ends when its standard input does, or when the recorder dies.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import resource
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -87,6 +86,10 @@ _DIGEST_CHARACTERS = 32
 _MAX_FILE_BYTES = 4 << 30
 
 
+class _Again(Exception):
+    """The files are to be read once more, as copies: what is made of them is not in the cache."""
+
+
 class _RemoteStore:
     """The cache, as a parser has it: each file is handed over by the other side."""
 
@@ -94,9 +97,15 @@ class _RemoteStore:
         self._channel = channel
 
     def open(self, name: str) -> mmap.mmap | None:
-        """As `Store.open`."""
+        """As `Store.open`.
+
+        Raises:
+            _Again: It is not there, and could not be stored.
+        """
         self._channel.send({"ask": "open", "name": name})
-        _, fds = self._channel.receive()
+        message, fds = self._channel.receive()
+        if "again" in message:
+            raise _Again
         if not fds:
             return None
         try:
@@ -180,7 +189,11 @@ def _parse(channel: Channel, timeout_s: float) -> None:
         with os.fdopen(texts[0], "rb") as file:
             request = json.loads(file.read())
         if request["perf_map_uid"] is None:
-            answer = _parsed(_RemoteAccess(channel, fd, str(question["inside"])), request)
+            try:
+                answer = _parsed(_RemoteAccess(channel, fd, str(question["inside"])), request)
+            except _Again:
+                gc.collect()  # what refers to descriptors
+                continue
         else:
             answer = _generated(fd, request)
             os.close(fd)
@@ -233,7 +246,7 @@ class _Files:
         access: Opens files.
         parser: Reads what they are.
         known: Digests of files that were read before.
-        incomplete: Digests of files some of whose tables are not in the cache.
+        copies: Whether the parser gets copies in any case.
         fd: Of the binary.
         inside: Its path inside the target's root.
         root_path: Of that root.
@@ -251,7 +264,7 @@ class _Files:
         access: DirectAccess,
         parser: Parser,
         known: KnownTables,
-        incomplete: set[str],
+        copies: bool,
         fd: int,
         inside: str,
         root_path: str,
@@ -259,7 +272,7 @@ class _Files:
         self._access = access
         self._parser = parser
         self._known = known
-        self._incomplete = incomplete
+        self._copies = copies
         self._outlines: dict[int, Outline] = {}
         self.handed = [fd]
         self.candidates: list[Candidate] = []
@@ -290,21 +303,27 @@ class _Files:
                 self._add(candidate)
         fds = [fd, *(candidate.fd for candidate in self.candidates)]
         self.handed = fds
-        store = self._access.store
-        # Where nothing begins with its build id, a digest alone would be taken in vain.
-        may_be_held = not own.build_id or store.holds(own.build_id[:40])
-        digest = _joined(self._digest(one) for one in fds) if may_be_held else ""
-        if not digest or digest in self._incomplete or not store.holds(digest):
+        digest = "" if self._copies else self._held(own.build_id, fds)
+        if not digest:
             copies = [self._copied(one) for one in fds]
             digest = _joined(digest for _, digest in copies)
             self.handed = [copy for copy, _ in copies]
             self.are_copies = True
         self.digest = digest
 
-    def note_missing(self) -> None:
-        """Takes note that a table is not in the cache."""
-        if not self.are_copies:
-            self._incomplete.add(self.digest)
+    def _held(self, build_id: str, fds: Sequence[int]) -> str:
+        """Returns the digest of files of which there are tables in the cache, else ""."""
+        store = self._access.store
+        if not store.usable:
+            return ""
+        known = [self._known.name(fd) for fd in fds]
+        if all(known):  # there were some; where they are gone, their parser asks for them in vain
+            return _joined(known)
+        # Where nothing begins with its build id, a digest alone would be taken in vain.
+        if build_id and not store.holds(build_id[:40]):
+            return ""
+        digest = _joined(self._digest(fd) for fd in fds)
+        return digest if store.holds(digest) else ""
 
     def _add(self, candidate: Candidate) -> None:
         # A name in a link may be that of any file beside the binary.
@@ -365,12 +384,16 @@ class _Opener:
     Args:
         access: Has the cache.
         files: What the parser has, and may have.
+
+    Attributes:
+        is_in_vain: Whether the parser was told to wait for copies of its files.
     """
 
     def __init__(self, access: DirectAccess, files: _Files) -> None:
         self._access = access
         self._store: Store = access.store
         self._files = files
+        self.is_in_vain = False
 
     def answer(self, channel: Channel, message: dict[str, Any], fds: list[int]) -> None:
         """Answers one question.
@@ -411,8 +434,10 @@ class _Opener:
     def _open(self, channel: Channel, message: dict[str, Any], _: list[int]) -> None:
         name = self._name(message)
         fd = self._store.descriptor(name) if self._files.digest else None
-        if fd is None:
-            self._files.note_missing()
+        if fd is None and self._files.digest and not self._files.are_copies:
+            self.is_in_vain = True  # what it would make could not be stored
+            channel.send({"again": True})
+            return
         channel.send({}, [] if fd is None else [fd])
         if fd is not None:
             os.close(fd)
@@ -439,13 +464,12 @@ class Worker:
     def __init__(self, cache: Path | None, timeout_s: float) -> None:
         self._access = DirectAccess(cache)
         self._known = KnownTables(known_directory("symbols"))
-        self._incomplete: set[str] = set()
-        self._demangler = Demangler()
+        self._demangler = Demangler(forks=True)
         self._parsers = Parsers(lambda channel: _parse(channel, timeout_s))
         self._peak_rss_bytes = 0
 
-    def rest(self) -> None:
-        """Ends what it has started, whose CPU time is then its own; the next request starts it."""
+    def close(self) -> None:
+        """Ends what it has started, whose CPU time is then its own."""
         self._parsers.close()
         self._demangler.close()
 
@@ -491,16 +515,23 @@ class Worker:
     def _parsed_by(
         self, parser: Parser, request: dict[str, Any], fd: int, inside: str, root: str
     ) -> dict[str, Any]:
-        known, incomplete = self._known, self._incomplete
-        with _Files(self._access, parser, known, incomplete, fd, inside, root) as files:
-            opener = _Opener(self._access, files)
-            with _in_memory(request) as text:
-                parser.channel.send({"inside": inside}, [files.handed[0], text.fileno()])
-            for _ in range(_MAX_QUESTIONS):
-                answer = self._answered(parser, opener)
+        for copies in (False, True):
+            with _Files(self._access, parser, self._known, copies, fd, inside, root) as files:
+                opener = _Opener(self._access, files)
+                with _in_memory(request) as text:
+                    parser.channel.send({"inside": inside}, [files.handed[0], text.fileno()])
+                answer = self._answer_of(parser, opener)
                 if answer is not None:
                     answer["problems"] += pack_problems(files.problems)
                     return answer
+        raise BadMessage("copies that are none")
+
+    def _answer_of(self, parser: Parser, opener: _Opener) -> dict[str, Any] | None:
+        """Returns what a parser answers in the end; None where it waits for copies."""
+        for _ in range(_MAX_QUESTIONS):
+            answer = self._answered(parser, opener)
+            if answer is not None or opener.is_in_vain:
+                return answer
         raise BadMessage("too many questions")
 
     def _answered(self, parser: Parser, opener: _Opener) -> dict[str, Any] | None:
@@ -553,9 +584,6 @@ def serve(worker: Worker, source: BinaryIO, sink: BinaryIO) -> None:
         if length > MAX_MESSAGE_BYTES:
             return
         request = decode(source.read(length))
-        if "rest" in request:
-            worker.rest()
-            continue
         sink.write(encode(worker.answer(request)))
         sink.flush()
 
@@ -569,7 +597,7 @@ def main(arguments: list[str]) -> None:
     gc.freeze()  # forks share what is there, as long as it is not written to
     with contextlib.suppress(BrokenPipeError):
         serve(worker, sys.stdin.buffer, sys.stdout.buffer)
-    worker.rest()
+    worker.close()
 
 
 if __name__ == "__main__":

@@ -11,27 +11,21 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO
 
-from aiflame.agent.inspector.child import ends
-from aiflame.agent.process_group import OWN_PROCESS_GROUP
+from aiflame.agent.inspector.fork_server import ForkRequests, PipedHelper, Program
 
 # libtorch_cpu takes a second; what takes this long on any machine is a file made to.
 _TIMEOUT_S = 60.0
 
-# A child has 20 MB, and takes 0.25 s to start anew. One that was needed again gets twice as long
-# the next time, up to a minute: a program that compiles kernels each time that it starts has new
-# files all the time.
-_IDLE_S, _LONGEST_IDLE_S = 10.0, 60.0
-# After so long it ends what it has started itself for files, which has 16 MB and takes 0.01 s.
-_REST_S = 1.0
-# What it is told then: no path is empty.
-REST = ""
+# A child and its parser have 10 to 20 MB, and another one is there in 10 ms.
+_IDLE_S = 1.0
+
+_MODULE = "aiflame.agent.unwind.worker"
+PROGRAM = Program("unwind.worker", f"{_MODULE}:main", (_MODULE,))
 
 # What the child's answer begins with where there is a table; then comes its name.
 BUILT = "built "
@@ -46,6 +40,7 @@ class TableBuilders:
     """A queue for small files and one for large ones.
 
     Args:
+        server: Forks the children.
         cache: Directory in which tables are built.
         watch: Told of descriptors that become readable when `finished` has something to say.
         urgency: Of a binary; the greatest is built next.
@@ -55,6 +50,7 @@ class TableBuilders:
 
     def __init__(
         self,
+        server: ForkRequests,
         cache: Path,
         watch: Callable[[int], None],
         urgency: Callable[[int], float],
@@ -62,8 +58,8 @@ class TableBuilders:
         memory_bytes: int = 0,
     ) -> None:
         self._size_bytes = size_bytes
-        self._small = TableBuilder(cache, watch, urgency, memory_bytes)
-        self._large = TableBuilder(cache, watch, urgency, memory_bytes)
+        self._small = TableBuilder(server, cache, watch, urgency, memory_bytes)
+        self._large = TableBuilder(server, cache, watch, urgency, memory_bytes)
 
     def ask(self, binary: int, path: str) -> None:
         """Queues a binary, unless it is queued already.
@@ -123,6 +119,7 @@ class TableBuilder:
     """A queue of binaries, and the child that works on its head.
 
     Args:
+        server: Forks it.
         cache: Directory in which tables are built.
         watch: Told of the descriptor that becomes readable when `finished` has something to say.
         urgency: Of a binary; the greatest is built next.
@@ -136,21 +133,22 @@ class TableBuilder:
 
     def __init__(
         self,
+        server: ForkRequests,
         cache: Path,
         watch: Callable[[int], None],
         urgency: Callable[[int], float],
         memory_bytes: int = 0,
     ) -> None:
+        self._server = server
         self._arguments = [str(cache), *([str(memory_bytes)] if memory_bytes else [])]
         self._watch = watch
         self._urgency = urgency
         self._queue: dict[int, str] = {}
         self._current = -1
         self._question = ""
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: PipedHelper | None = None
         self._deadline = self._idle_since = 0.0
-        self._idle_s = _IDLE_S
-        self._is_asked = self._is_forgotten = self._is_resting = False
+        self._is_asked = self._is_forgotten = False
         self._begun_s = 0.0
         self._spent_s: dict[int, float] = {}
         self._struck: set[int] = set()
@@ -186,12 +184,12 @@ class TableBuilder:
         self._current = max(self._queue, key=self._urgency)
         self._question = self._queue.pop(self._current)
         self._tell(self._question)
-        self._is_asked, self._is_resting = True, False
+        self._is_asked = True
         self._begun_s = time.monotonic()
         self._deadline = self._begun_s + _TIMEOUT_S
 
     def _tell(self, words: str) -> None:
-        assert self._child is not None and self._child.stdin is not None  # noqa: S101 - it is a pipe
+        assert self._child is not None  # noqa: S101 - whoever calls has started it
         with contextlib.suppress(BrokenPipeError):  # it died: `finished` notices
             self._child.stdin.write(f"{words}\n".encode())
             self._child.stdin.flush()
@@ -199,19 +197,9 @@ class TableBuilder:
     def _start(self) -> bool:
         """Starts the child; returns whether there was room for one."""
         try:
-            self._child = subprocess.Popen(  # noqa: S603 - a module of our own
-                [sys.executable, "-m", "aiflame.agent.unwind.worker", *self._arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                **OWN_PROCESS_GROUP,
-                # One thread, so that the worker may fork; numpy would start one per CPU.
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-            )
+            self._child = self._server.run_piped(PROGRAM, self._arguments)
         except OSError:
             return False
-        assert self._child.stdout is not None  # noqa: S101 - it is a pipe
         os.set_blocking(self._child.stdout.fileno(), False)
         self._watch(self._child.stdout.fileno())
         return True
@@ -219,8 +207,9 @@ class TableBuilder:
     def finished(self) -> list[int]:
         """Returns the binaries that are done with, whether there is a table now or not."""
         done, self._lost = self._lost, []
+        with contextlib.suppress(OSError):  # no interpreter can be started: it is late, then
+            self._server.look()
         while self._child is not None:
-            assert self._child.stdout is not None  # noqa: S101 - it is a pipe
             answer = self._child.stdout.read(4096)
             if answer is None and not self.is_overdue:
                 break
@@ -245,20 +234,11 @@ class TableBuilder:
             self._is_asked, self._is_forgotten, self._current = False, False, -1
             self._idle_since = time.monotonic()
             self._ask_next()
-        if self._child is not None and not self._is_asked:
-            self._look_whether_idle()
+        # Most files come at a recording's start.
+        if not self._is_asked and time.monotonic() - self._idle_since > _IDLE_S:
+            self.close()
         lost, self._lost = self._lost, []
         return [*done, *lost]
-
-    def _look_whether_idle(self) -> None:
-        """Has less of a child that is asked for nothing: most files come at a recording's start."""
-        idle_s = time.monotonic() - self._idle_since
-        if idle_s > self._idle_s:
-            self.close()
-            self._idle_s = min(2 * self._idle_s, _LONGEST_IDLE_S)
-        elif idle_s > _REST_S and not self._is_resting:
-            self._is_resting = True
-            self._tell(REST)
 
     def take_spent_s(self) -> dict[int, float]:
         """As `TableBuilders.take_spent_s`."""
@@ -287,11 +267,5 @@ class TableBuilder:
         """Ends the child."""
         if self._child is None:
             return
-        self._child.kill()
-        if ends(self._child.pid):
-            self._child.wait()
-        for pipe in (self._child.stdin, self._child.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # what it did not read is flushed
-                    pipe.close()
+        self._child.close()
         self._child = None

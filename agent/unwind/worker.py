@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds unwind tables into the cache (`python -m aiflame.agent.unwind.worker CACHE [BYTES]`).
+"""Builds unwind tables into the cache, in a fork of the fork server (`inspector.forking`).
 
 It reads a path a line, and answers with a line: the name of the file's table once it is in the
-cache, or why there is none. At an empty line, which has no answer, it ends its parsers. This
-process opens files, copies what a table is made of, and writes the cache. It makes nothing of a
-file's bytes but a digest: parsers without rights tell it which parts a table is made of, and make
-the table of the copy (`inspector.parser`). One that dies takes this process with it, and is started
-again; a file costs only itself. With BYTES, so much memory of its own is what one may take
-(RLIMIT_DATA): a file that needs more has no table.
+cache, or why there is none. This process opens files, copies what a table is made of, and writes
+the cache. It makes nothing of a file's bytes but a digest: parsers without rights tell it which
+parts a table is made of, and make the table of the copy (`inspector.parser`). One that dies takes
+this process with it, and is started again; a file costs only itself. It may be given a limit of the
+memory of its own that it may have (RLIMIT_DATA): a file that needs more has no table.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import resource
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +31,7 @@ from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import BadTargetFile, TargetFile
 from aiflame.agent.unwind.build import build, identity_of, load, table_name
 from aiflame.agent.unwind.records import BadUnwindInfo
-from aiflame.agent.unwind.table_builder import BUILT, REST, TOO_LARGE
+from aiflame.agent.unwind.table_builder import BUILT, TOO_LARGE
 
 # libtorch_cpu takes 1 s and 370 MB; a hostile file may end the worker, which is started again.
 _MAX_MEMORY_BYTES = 4 << 30
@@ -44,8 +41,6 @@ _MAX_WORDS = 200
 # What it reads itself: all that the largest file has for a table, twice.
 _MAX_FILE_BYTES = 4 << 30
 _END = "\n"
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def _parse(channel: Channel) -> None:
@@ -117,10 +112,6 @@ class _Builder:
             self._known.keep(before, fd, name)
             return name
 
-    def rest(self) -> None:
-        """Ends what it has started for files, which begins again with the next."""
-        self._parsers.close()
-
     def _make(self, parser: Parser, name: str, copy: int) -> None:
         with contextlib.ExitStack() as stack:
             answer = os.memfd_create("table", os.MFD_CLOEXEC)
@@ -162,10 +153,13 @@ class _NotBuilt(AiflameError):
     """There is no table, and why."""
 
 
-def main() -> None:
-    """Serves until its standard input ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    cache, *limits = sys.argv[1:]
+def main(arguments: Sequence[str]) -> None:
+    """Serves until its standard input ends.
+
+    Args:
+        arguments: The directory of the cache, and bytes that it may have of its own.
+    """
+    cache, *limits = arguments
     limit_self(
         (resource.RLIMIT_AS, _MAX_MEMORY_BYTES),
         (resource.RLIMIT_CORE, 0),
@@ -175,9 +169,6 @@ def main() -> None:
     gc.freeze()  # forks share what is there, as long as it is not written to
     for line in sys.stdin:
         path = line.rstrip(_END)
-        if path == REST:
-            builder.rest()
-            continue
         try:
             answer = f"{BUILT}{builder.build(path)}"
         except (_NotBuilt, BadTargetFile, OSError, BadMessage) as error:
@@ -186,7 +177,3 @@ def main() -> None:
             answer = f"failed: {TOO_LARGE}"
         sys.stdout.write(f"{answer}{_END}")
         sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -110,6 +110,8 @@ def role_of(pid: int, agent: int) -> str:
         return "collector"
     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     module = next((word for word in words if word.startswith(b"aiflame.")), b"")
+    if module.endswith(b".forking"):  # a fork is called after what it runs
+        return Path(f"/proc/{pid}/comm").read_text().strip()
     return module.decode().removeprefix("aiflame.agent.") or "others"
 
 

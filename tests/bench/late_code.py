@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from aiflame.agent.file_questions import Question
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.target_files import FileGuard, TargetFile
@@ -34,7 +35,7 @@ class _Host:
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
         self._fds = [os.open(path, os.O_RDONLY) for path in paths]
-        self.facts = FileFacts(FileGuard(), is_urgent=False)
+        self.facts = FileFacts(ForkServer(), FileGuard(), is_urgent=False)
         self.lost: Counter[str] = Counter()
         self.questions = 0
 

@@ -56,7 +56,8 @@ class _Case:
 def _site() -> tuple[Path, int]:
     """The loader, and where aiflame probes the function in it."""
     with Inspector() as inspector:
-        runtimes = expected_files((), inspector.opener, FileFacts(FileGuard())).runtimes
+        facts = FileFacts(inspector.server, FileGuard())
+        runtimes = expected_files((), inspector.opener, facts).runtimes
     for path in runtimes:
         if "libOpenCL" not in path.name:
             continue

@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -234,9 +235,10 @@ def test_children_of_the_recorder_that_die_cost_nothing(
     try:
         with Recording(tmp_path, "-p", target.pid) as recording:
             # WHEN its children are killed while they wait for work, and the target works on
-            wait_until(lambda: len(_idle_helpers(recording.pid)) == 2, 60)
-            for helper in _idle_helpers(recording.pid):
-                os.kill(helper, signal.SIGKILL)
+            for module in ("unwind.worker", "symbols.worker"):
+                wait_until(partial(_idle_helpers, recording.pid, module), 60)
+                for helper in _idle_helpers(recording.pid, module):
+                    os.kill(helper, signal.SIGKILL)
             so_far_s, used_s = _cpu_s(target.pid), _cpu_s(recording.pid)
             wait_until(lambda: _cpu_s(target.pid) > so_far_s + 1, 60)
             used_s = _cpu_s(recording.pid) - used_s
@@ -275,18 +277,18 @@ def _helpers(pid: int, module: str) -> list[int]:
     return [each for each in below if module.encode() in _command(each)]
 
 
+def _idle_helpers(pid: int, module: str) -> list[int]:
+    """Those that read (0) standard input (0): they wait for work."""
+    return [
+        helper
+        for helper in _helpers(pid, module)
+        if Path(f"/proc/{helper}/syscall").read_text().startswith("0 0x0 ")
+    ]
+
+
 def _command(pid: int) -> bytes:
+    """Its command line, and what it is called now: as what a fork of the fork server runs."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"".join(Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "comm"))
     except OSError:
         return b""
-
-
-def _idle_helpers(pid: int) -> set[int]:
-    """The unwind table builder and the symbol reader, while they read (0) standard input (0)."""
-    helpers = _helpers(pid, "unwind.worker") + _helpers(pid, "symbols.worker")
-    return {
-        helper
-        for helper in helpers
-        if Path(f"/proc/{helper}/syscall").read_text().startswith("0 0x0 ")
-    }

@@ -234,6 +234,7 @@ def _children_commands(pid: int) -> list[str]:
     for child in children_of(pid):
         with suppress(OSError):  # it has ended since
             found.append(Path(f"/proc/{child}/cmdline").read_text())
+            found += [Path(f"/proc/{fork}/comm").read_text() for fork in children_of(child)]
     return found
 
 

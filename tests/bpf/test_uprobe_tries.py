@@ -84,12 +84,12 @@ def _run(programs: Programs, program: Path) -> dict[int, int]:
 
 
 def _probe_and_run(programs: Programs, program: Path) -> tuple[dict[str, int], ApiProbes]:
-    facts = FileFacts(FileGuard())
-    probes = ApiProbes(programs, facts)
     with Inspector() as inspector:
+        facts = FileFacts(inspector.server, FileGuard())
+        probes = ApiProbes(programs, facts)
         probes.look_at_path(program, inspector.opener)
         probes.poll(is_waiting=True)
-    facts.close()
+        facts.close()
     counts = _run(programs, program)
     probes.close()
     return {probes.functions[slot][1].symbol: count for slot, count in counts.items()}, probes

@@ -94,10 +94,11 @@ def _cpu_s(pid: int) -> float:
 def _reading_s(recorder: int) -> float:
     """Returns the CPU seconds of a recorder, and of those who open and read files for it."""
     total_s = _cpu_s(recorder)
-    for child in children_of(recorder):
+    children = children_of(recorder)
+    forks = [fork for child in children for fork in children_of(child)]
+    for child in (*children, *forks):
         with contextlib.suppress(OSError):  # it has ended
-            command = Path(f"/proc/{child}/cmdline").read_bytes()
-            if any(reads in command for reads in (b".inspector.", b".unwind.worker")):
+            if b".inspector." in Path(f"/proc/{child}/cmdline").read_bytes():
                 total_s += _cpu_s(child)
     return total_s
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiflame.agent.file_questions import Question
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.uprobe_tries import NopTreatment
 from aiflame.agent.launches.calls import ApiCalls
@@ -85,7 +86,7 @@ def test_more_apis_than_the_kernel_half_tells_apart_are_refused() -> None:
     anything: Any = SimpleNamespace()
     apis = [replace(APIS[0], name=f"api{number}") for number in range(abi.APIS_MAX + 1)]
     with pytest.raises(ValueError, match="9 device APIs, and room for 8"):
-        ApiProbes(anything, FileFacts(FileGuard()), apis)
+        ApiProbes(anything, FileFacts(ForkServer(), FileGuard()), apis)
 
 
 class _Programs:
@@ -169,5 +170,5 @@ def test_what_a_family_adds_to_an_api_is_of_that_api(monkeypatch: pytest.MonkeyP
 def test_functions_of_all_families_find_room() -> None:
     helpers = [api for make in FAMILIES.values() for api in make().probes]
     anything: Any = SimpleNamespace()
-    ApiProbes(anything, FileFacts(FileGuard()), APIS, helpers)
+    ApiProbes(anything, FileFacts(ForkServer(), FileGuard()), APIS, helpers)
     assert sum(len(api.probed) for api in (*APIS, *helpers)) <= abi.API_CALLS_MAX

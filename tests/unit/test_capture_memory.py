@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import COLUMNS, NO_TIME, NONE, Window, check
 from aiflame.agent.sinks.written import Naming, WrittenCapture
@@ -77,7 +78,11 @@ def _anonymous_mb() -> float:
 def _sizes_mb(path: Path, windows: int) -> list[float]:
     """Returns how large this process is after each of so many windows."""
     found = []
-    with SymbolService(None) as service, closing(FileFacts(FileGuard())) as file_facts:
+    with (
+        SymbolService(None) as service,
+        closing(ForkServer()) as server,
+        closing(FileFacts(server, FileGuard())) as file_facts,
+    ):
         naming = Naming(GivenFiles(), service, file_facts)
         capture = WrittenCapture(path, 0, {}, naming)
         for number in range(windows):

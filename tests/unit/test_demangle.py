@@ -14,9 +14,9 @@ from aiflame.agent.demangle import Demangler
 from recordings import children_of
 
 
-@pytest.fixture(scope="module")
-def demangler() -> Demangler:
-    return Demangler()
+@pytest.fixture(scope="module", params=[False, True], ids=["new", "fork"])
+def demangler(request: pytest.FixtureRequest) -> Demangler:
+    return Demangler(forks=request.param)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,9 @@ def test_the_child_ends_with_its_demangler(monkeypatch: pytest.MonkeyPatch) -> N
     assert child.returncode is not None
 
 
-def test_the_child_has_no_rights() -> None:
-    demangler = Demangler()
+@pytest.mark.parametrize("forks", [False, True])
+def test_the_child_has_no_rights(forks: bool) -> None:
+    demangler = Demangler(forks=forks)
     assert demangler.names([b"_Z3foov"]) == [b"foo()"]
     child = children_of(os.getpid())[-1]
     status = Path(f"/proc/{child}/status").read_text()

@@ -185,15 +185,16 @@ def test_nonsense_of_the_naming_process_ends_no_recording(
         "while b'end' not in s.recv(65536): pass"
     )
     monkeypatch.setattr(naming, "COMMAND", (sys.executable, "-c", words))
-    process = naming.NamingProcess(
-        ProcessTable(1, lambda _: None, blind_inspector()), tmp_path, {}, 0
-    )
+    inspector = blind_inspector()
+    table = ProcessTable(1, lambda _: None, inspector)
+    process = naming.NamingProcess(table, tmp_path, {}, 0, inspector.server)
     try:
         until_s = time.monotonic() + 30
         # WHEN it is heard THEN there is what it said right
         assert [*process.finish(until_s)] == [{"done": "1"}]
     finally:
         process.close()
+        inspector.server.close()
 
 
 def test_the_log_is_no_flood_and_each_line_one_line(tmp_path: Path, log: Log) -> None:

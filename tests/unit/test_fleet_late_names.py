@@ -16,6 +16,7 @@ from aiflame.agent.fleet.labelling import Labelling
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.stretches import Stretches
 from aiflame.agent.fleet.worker import _Lateness, _Stretch
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.model.window import COLUMNS, Window
 from aiflame.agent.sinks.bounded_naming import BoundedNamer
 from aiflame.agent.sinks.written import Naming, WrittenCapture
@@ -71,7 +72,11 @@ def log(tmp_path: Path) -> Log:
 
 @pytest.fixture
 def naming() -> Iterator[Naming]:
-    with SymbolService(None) as service, closing(FileFacts(FileGuard())) as file_facts:
+    with (
+        SymbolService(None) as service,
+        closing(ForkServer()) as server,
+        closing(FileFacts(server, FileGuard())) as file_facts,
+    ):
         yield Naming(GivenFiles(), service, file_facts, lambda _: None)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from aiflame.agent.elf.contents import Contents, for_symbols, for_unwinding
 from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.symbols import known
 from aiflame.agent.symbols.known import KnownTables
 from aiflame.agent.symbols.service import Request, SymbolService
@@ -117,11 +118,13 @@ def _table(cache: Path, builder: TableBuilder, number: int, path: Path) -> bytes
 
 @contextmanager
 def _builder(cache: Path) -> Iterator[TableBuilder]:
-    builder = TableBuilder(cache, lambda fd: None, lambda binary: 0.0)
+    server = ForkServer()
+    builder = TableBuilder(server, cache, lambda fd: None, lambda binary: 0.0)
     try:
         yield builder
     finally:
         builder.close()
+        server.close()
 
 
 def test_unwind_rules_are_those_of_the_file_itself(tmp_path: Path, library: Path) -> None:

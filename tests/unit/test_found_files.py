@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.elf.headers import HEADERS
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.inspector.opener import OpenedFile, Opener
 from aiflame.agent.symbolize.files import NO_FILE, FoundFiles
 from aiflame.agent.symbols.file_facts import FileFacts
@@ -23,7 +24,10 @@ _PATH = "/opt/of-a-container/program"
 
 @pytest.fixture
 def facts() -> Iterator[FileFacts]:
-    with closing(FileFacts(FileGuard(), is_urgent=False)) as made:
+    with (
+        closing(ForkServer()) as server,
+        closing(FileFacts(server, FileGuard(), is_urgent=False)) as made,
+    ):
         yield made
 
 

@@ -17,6 +17,7 @@ import asked_bytes
 import pytest
 from aiflame.agent.file_questions import BadAnswer, Question
 from aiflame.agent.inspector import tools
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.target_files import BadTargetFile, FileGuard, TargetFile
@@ -174,12 +175,14 @@ class _CodeHost(Host):
     def __init__(self, *, has_tool: bool = True) -> None:
         super().__init__()
         self.guard = FileGuard()
-        self.facts = FileFacts(self.guard)
+        self.server = ForkServer()
+        self.facts = FileFacts(self.server, self.guard)
         self.has_tool = has_tool
         self.runs = self.asked = 0
 
     def close(self) -> None:
         self.facts.close()
+        self.server.close()
 
     def about(self, name: str, data: bytes, question: Question[T]) -> T | None:
         self.asked += 1

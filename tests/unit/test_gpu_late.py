@@ -15,6 +15,7 @@ import fatbins
 import pytest
 from aiflame.agent.file_questions import Question
 from aiflame.agent.inspector import tools
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.target_files import FileGuard
@@ -35,13 +36,15 @@ class _Files(Host):
     def __init__(self, *paths: Path) -> None:
         super().__init__()
         self.guard = FileGuard()
-        self.facts = FileFacts(self.guard)
+        self.server = ForkServer()
+        self.facts = FileFacts(self.server, self.guard)
         self.paths = paths
         self.fds = [os.open(path, os.O_RDONLY) for path in paths]
         self.asked: Counter[str] = Counter()
 
     def close(self) -> None:
         self.facts.close()
+        self.server.close()
         for fd in self.fds:
             os.close(fd)
 

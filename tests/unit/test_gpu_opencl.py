@@ -19,6 +19,7 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.devices.listings import with_listings
 from aiflame.agent.file_questions import BadAnswer, Question
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.inspector.opener import Opener
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import GpuProfile, Tier
@@ -292,7 +293,10 @@ def _captured(
 ) -> GpuProfile:
     """Returns what a report knows of devices that reads a capture of windows."""
     writer = CaptureWriter(path)
-    with contextlib.closing(FileFacts(FileGuard(), is_urgent=False)) as facts:
+    with (
+        contextlib.closing(ForkServer()) as server,
+        contextlib.closing(FileFacts(server, FileGuard(), is_urgent=False)) as facts,
+    ):
         kept = KernelFiles(StoredCode(writer.put), files, facts, keep or (lambda *_: None))
         sink = CaptureSink(writer, kernel_files=kept)
         for window in windows:
@@ -350,7 +354,8 @@ def test_a_capture_of_an_agent_keeps_the_file_and_a_report_lists_it(
     copy = tmp_path / "kernel-0"
     copy.write_bytes(kept[0])
     with (
-        contextlib.closing(FileFacts(FileGuard(), is_urgent=False)) as facts,
+        contextlib.closing(ForkServer()) as server,
+        contextlib.closing(FileFacts(server, FileGuard(), is_urgent=False)) as facts,
         contextlib.closing(Opener()) as opener,
         contextlib.closing(
             FoundFiles(facts, opener, kept=lambda n: None if n else os.open(copy, os.O_RDONLY))

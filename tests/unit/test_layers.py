@@ -67,7 +67,8 @@ _MAY_IMPORT = {
     "rights": {"errors", "priority"},
     "settings": {"errors", "loopback"},
     "inspector": {
-        *("file_questions", "limits", "losses", "priority", "process_group", "target_files"),
+        *("allocator", "file_questions", "limits", "losses", "priority", "process_group"),
+        "target_files",
     },
     "capture": {"allocator", "errors", "limits", "losses", "model", "outfile"},
     "elf": {"file_questions", "target_files"},

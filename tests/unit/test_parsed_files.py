@@ -169,7 +169,7 @@ def test_the_worker_of_symbols_parses_nothing(
         assert answer["problems"] == []
     answer = worker.answer(_request(Path(f"/{name}"), root=str(tmp_path), perf_map_uid=os.getuid()))
     assert "generated" in str(answer)
-    worker.rest()
+    worker.close()
     assert parses_elsewhere() == 0
 
 

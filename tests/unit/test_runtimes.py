@@ -21,7 +21,7 @@ from aiflame.agent.target_files import FileGuard
 def asked() -> Iterator[tuple[Opener, FileFacts]]:
     with ExitStack() as stack:
         inspector = stack.enter_context(Inspector())
-        facts = FileFacts(FileGuard())
+        facts = FileFacts(inspector.server, FileGuard())
         stack.callback(facts.close)
         yield inspector.opener, facts
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.inspector.opener import OpenedFile
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.uprobe_tries import NopTreatment
@@ -74,7 +75,7 @@ class _Opener:
 @pytest.fixture
 def binaries(monkeypatch: pytest.MonkeyPatch) -> Iterator[BinaryTable]:
     monkeypatch.setattr("aiflame.agent.processes.binaries.for_targets", lambda: 320)
-    inspector: Any = SimpleNamespace(opener=_Opener())
+    inspector: Any = SimpleNamespace(opener=_Opener(), server=ForkServer())
     made = BinaryTable(inspector)
     yield made
     made.close()

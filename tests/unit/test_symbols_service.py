@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from aiflame.agent.fleet.config import AgentSettings
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols import protocol
 from aiflame.agent.symbols import service as service_module
@@ -458,55 +460,41 @@ def test_a_binary_finds_no_tables_of_another_in_the_cache(tmp_path: Path) -> Non
     assert stored.read_bytes() == before
 
 
-def test_a_worker_that_rests_keeps_nothing_of_files_and_answers_again(tmp_path: Path) -> None:
+def test_a_forked_worker_that_is_idle_ends_and_the_next_is_as_good(tmp_path: Path) -> None:
     request = binary(tmp_path, "one")
-    with SymbolService(tmp_path / "cache", rests=True) as service:
+    with (
+        closing(ForkServer()) as server,
+        SymbolService(tmp_path / "cache", server=server) as service,
+    ):
         for _ in range(3):
             assert names(service, request) == [[["one()"], []]]
-            worker = service.pid
-            assert worker is not None and children_of(worker) != []
+            assert service.pid in children_of(server.pids[0])
             service.poll()
-            wait_until(lambda pid=worker: children_of(pid) == [])
-            assert service.pid == worker
+            assert service.pid is None
+            wait_until(lambda: not children_of(server.pids[0]))
         assert service.problems == []
+        assert service.cpu_ns > 0
+        assert server.starts == 1
 
 
-def test_the_first_worker_may_be_a_fork_and_the_next_is_an_interpreter(tmp_path: Path) -> None:
-    forking = subprocess.run(
-        [sys.executable, "-c", FORKING, str(binary(tmp_path, "one").path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
-    is_fork, first_name, second_name, is_fork_again = forking.stdout.split()
-    assert (is_fork, first_name) == ("True", "one()")
-    # What a worker died of is asked for once more, with less.
-    assert (is_fork_again, second_name) == ("False", "_Z3onev")
-
-
-FORKING = """\
-import os, signal, sys
-import numpy as np
-from pathlib import Path
-from aiflame.agent.symbols import worker
-from aiflame.agent.symbols.service import Request, SymbolService
-def name(service):
-    request = Request(sys.argv[1], "", np.array([0x1000], np.uint64))
-    return next(iter(service.resolve_many([request]))).frames[0][0].name
-def command(pid):
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-file = open(sys.argv[1])  # which is none of the worker's
-with SymbolService(Path("cache"), first=worker.main) as service:
-    service.start()
-    pid = service.pid
-    name(service)  # it has begun
-    opened = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-    assert os.path.abspath(sys.argv[1]) not in opened
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        os.kill(pid, number)
-    print(command(pid) == command(os.getpid()), name(service))
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    print(name(service), command(service.pid) == command(os.getpid()))
-"""
+def test_what_a_forked_worker_dies_of_is_asked_for_once_more_with_less(tmp_path: Path) -> None:
+    request = binary(tmp_path, "one")
+    with (
+        open(request.path, "rb") as file,  # noqa: PTH123 - which is none of the worker's
+        closing(ForkServer()) as server,
+        SymbolService(tmp_path / "cache", server=server) as service,
+    ):
+        assert names(service, request) == [[["one()"], []]]
+        worker = service.pid
+        assert worker is not None
+        opened = [str(fd.readlink()) for fd in Path(f"/proc/{worker}/fd").iterdir()]
+        assert os.path.realpath(file.name) not in opened
+        # A service manager tells all processes of an agent to end, and it still has to name.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(worker, number)
+        assert names(service, request) == [[["one()"], []]]
+        assert service.pid == worker
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: not Path(f"/proc/{worker}").exists())
+        assert names(service, request) == [[["_Z3onev"], []]]
+        assert service.pid != worker

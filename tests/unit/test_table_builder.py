@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import pytest
 from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet.config import AgentSettings
+from aiflame.agent.inspector.fork_server import ForkServer
+from aiflame.agent.processes import procfs
 from aiflame.agent.settings import Given, made
 from aiflame.agent.unwind import table_builder
 from aiflame.agent.unwind.table_builder import TableBuilder
@@ -32,9 +34,16 @@ def watched() -> Iterator[select.epoll]:
 
 
 @pytest.fixture
-def builder(tmp_path: Path, watched: select.epoll) -> Iterator[TableBuilder]:
+def server() -> Iterator[ForkServer]:
+    made = ForkServer()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def builder(server: ForkServer, tmp_path: Path, watched: select.epoll) -> Iterator[TableBuilder]:
     made = TableBuilder(
-        tmp_path, lambda fd: watched.register(fd, select.EPOLLIN), lambda binary: 0.0
+        server, tmp_path, lambda fd: watched.register(fd, select.EPOLLIN), lambda binary: 0.0
     )
     yield made
     made.close()
@@ -52,15 +61,9 @@ def _finish(builder: TableBuilder, count: int) -> list[int]:
 
 
 def _children() -> set[int]:
-    """The builders that are there; one that was killed has no command line."""
-    return {pid for pid in children_of(os.getpid()) if b"unwind.worker" in _command(pid)}
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+    """The builders that are there, which the fork server has forked; not their parsers."""
+    builders = {pid for pid in procfs.begun() if procfs.comm(pid) == "unwind.worker"}
+    return {pid for pid in builders if procfs.parent_pid(pid) not in builders}
 
 
 def _kill() -> None:
@@ -100,7 +103,7 @@ def test_a_child_that_is_killed_at_work_is_replaced(builder: TableBuilder, tmp_p
 
 
 def test_files_that_nobody_needs_any_more_are_asked_about_no_more(
-    tmp_path: Path, watched: select.epoll
+    server: ForkServer, tmp_path: Path, watched: select.epoll
 ) -> None:
     # GIVEN four files, one of which is at work; two of them are forgotten
     known = {0, 1, 2, 3}
@@ -109,7 +112,9 @@ def test_files_that_nobody_needs_any_more_are_asked_about_no_more(
     def urgency_of(binary: int) -> float:
         return urgency[binary]  # of those that are known
 
-    builder = TableBuilder(tmp_path, lambda fd: watched.register(fd, select.EPOLLIN), urgency_of)
+    builder = TableBuilder(
+        server, tmp_path, lambda fd: watched.register(fd, select.EPOLLIN), urgency_of
+    )
     try:
         for binary in known:
             builder.ask(binary, _FILE)
@@ -127,37 +132,30 @@ def test_files_that_nobody_needs_any_more_are_asked_about_no_more(
         builder.close()
 
 
-def test_a_child_that_is_needed_now_and_then_rests_and_stays(
-    builder: TableBuilder, monkeypatch: pytest.MonkeyPatch
+def test_a_child_that_nobody_needs_ends_and_the_next_is_forked_at_once(
+    builder: TableBuilder, server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # GIVEN one that was ended since nobody asked
     now_s = time.monotonic()
     monkeypatch.setattr(table_builder, "time", SimpleNamespace(monotonic=lambda: now_s))
-    builder.ask(0, _FILE)
-    assert _finish(builder, 1) == [0]
-    now_s += 11
-    assert builder.finished() == []
-    wait_until(lambda: not _children())
-    # WHEN another is needed each quarter of a minute
-    builder.ask(1, _FILE)
-    assert _finish(builder, 1) == [1]
-    (child,) = _children()
-    for binary in (2, 3):
-        now_s += 15
-        assert builder.finished() == []
-        # THEN it has ended its parser, and is there for the next
-        wait_until(lambda: not children_of(child))
-        assert _children() == {child}
+    for binary in range(3):
+        # WHEN one is needed each quarter of a minute
         builder.ask(binary, _FILE)
         assert _finish(builder, 1) == [binary]
-    # AND it ends where it is not needed
-    now_s += 61
-    builder.finished()
-    wait_until(lambda: not _children())
+        (child,) = _children()
+        now_s += 0.5
+        builder.finished()
+        assert _children() == {child}
+        # THEN it ends with its parser when there is no more to do
+        now_s += 14.5
+        assert builder.finished() == []
+        wait_until(lambda: not _children() and not children_of(server.pids[0]))
+    # AND the interpreter that forks them is the same
+    assert server.starts == 1
 
 
-def test_a_file_that_kills_twice_is_given_up(builder: TableBuilder) -> None:
-    builder.ask(0, _FILE)
+def test_a_file_that_kills_twice_is_given_up(builder: TableBuilder, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "file")  # to open it takes until somebody writes
+    builder.ask(0, str(tmp_path / "file"))
     _kill()
     wait_until(lambda: not builder.finished() and _children(), 60)
     _kill()
@@ -166,12 +164,14 @@ def test_a_file_that_kills_twice_is_given_up(builder: TableBuilder) -> None:
 
 
 def test_a_file_that_takes_more_memory_than_there_may_be_is_refused_at_once(
-    tmp_path: Path,
+    server: ForkServer, tmp_path: Path
 ) -> None:
     # GIVEN so much that small files are read with it; LLVM, on which BCC stands, takes twice that
     libraries = [*Path("/usr/lib").glob("*/libLLVM*.so*"), *Path("/usr/lib64").glob("libLLVM*.so*")]
     large_library = max(libraries, key=lambda path: path.stat().st_size)
-    builder = TableBuilder(tmp_path / "cache", lambda fd: None, lambda binary: 0.0, 90_000_000)
+    builder = TableBuilder(
+        server, tmp_path / "cache", lambda fd: None, lambda binary: 0.0, 90_000_000
+    )
     try:
         # WHEN a large one is asked for between two small ones
         for binary, path in enumerate((_FILE, str(large_library), _FILE)):
@@ -199,12 +199,13 @@ def test_without_descriptors_nothing_is_built_and_nothing_raised(builder: TableB
 
 
 def test_the_least_that_an_agent_may_give_is_enough_for_an_interpreter(
-    tmp_path: Path, watched: select.epoll
+    server: ForkServer, tmp_path: Path, watched: select.epoll
 ) -> None:
     with pytest.raises(UsageError, match="helper_memory"):
         made(AgentSettings, {"helper_memory": Given("127MB", "a.toml")})
     settings = made(AgentSettings, {"helper_memory": Given("128MB", "a.toml")})
     builder = TableBuilder(
+        server,
         tmp_path,
         lambda fd: watched.register(fd, select.EPOLLIN),
         lambda binary: 0.0,

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What helpers of the fork server run in tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def tell(arguments: Sequence[str]) -> None:
+    """Says what it was given, how it is called, and what it has opened besides."""
+    print(*arguments)
+    print(Path("/proc/self/comm").read_text().strip())
+    print([fd for fd in range(3, 1024) if _is_open(fd)])
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def burn(arguments: Sequence[str]) -> None:
+    """Takes so many seconds of CPU time, and waits."""
+    while time.process_time() < float(arguments[0]):
+        pass
+    print("burnt", flush=True)
+    wait(())
+
+
+def fail(_: Sequence[str]) -> None:
+    """Does not get far."""
+    raise ValueError("on purpose")
+
+
+def wait(_: Sequence[str]) -> None:
+    """Waits for the end of its input."""
+    sys.stdin.read()
