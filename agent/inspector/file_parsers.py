@@ -35,6 +35,8 @@ _MAX_ANSWER_BYTES = 8 << 20
 _TRIES = 2
 # Past its share of time at real-time priority a parser goes on as any other process.
 _URGENT_S = 0.2
+# It may still have to import what parsers need, 0.25 s long.
+_URGENT_START_S = 1.0
 # A parser that is not at work, and does not answer: it was stopped, or waits for a broken disk.
 _PATIENCE_S = 2.0
 _STARVED_PATIENCE_S = 30.0
@@ -264,7 +266,7 @@ class FileParsers:
         if self._is_urgent:
             self._server.hurry()
         try:
-            is_there = helper.begins(_URGENT_S)
+            is_there = helper.begins(_URGENT_START_S)
             if self._is_urgent:
                 self._server.let_wait()
             if is_there or helper.begins():

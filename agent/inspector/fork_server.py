@@ -294,9 +294,13 @@ class ForkServer(ForkRequests):
         return (self._process.pid,) if self._process is not None and is_there else ()
 
     def expect(self, program: Program) -> None:
-        """Has it there, with what helpers need that run a program; waits for nothing."""
+        """Has it there, with what helpers need that run a program; waits for nothing.
+
+        It is urgent until then: it has to be there before what it is to read is gone.
+        """
         with contextlib.suppress(OSError):  # then it is tried again once it is needed
             self._start()
+            self.hurry()
             Channel(self._requests).send({"modules": program.modules})
 
     def look(self) -> None:
@@ -327,11 +331,7 @@ class ForkServer(ForkRequests):
             priority.hurry_child(pid)
 
     def let_wait(self) -> None:
-        """Makes it an ordinary process: on a slow processor its imports take long.
-
-        The limit on being real-time at a stretch, which children have from the recorder, would end
-        it.
-        """
+        """Makes it an ordinary process again."""
         for pid in self.pids:
             priority.let_wait(pid)
 

@@ -35,8 +35,8 @@ from aiflame.agent.inspector.parser import Channel
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 
 _MAX_REASON_CHARACTERS = 200
-# Descriptors of a fork are first moved out of the way of those that it is to have.
-_FIRST_MOVED = 256
+# Descriptors of a fork are first moved out of the way of those that it is to have: a few.
+_FIRST_MOVED = 32
 # Whoever ends this process waits a second for it.
 _ENDING_S = 0.5
 _STANDARD = 3  # input, output, errors
@@ -94,6 +94,8 @@ class _Server:
             return
         with contextlib.suppress(Exception):  # whoever needs it is told
             _import(message["modules"])
+        if not self._requests.is_readable(0):
+            _become_ordinary()
 
     def _fork(self, message: dict[str, Any], fds: list[int]) -> None:
         control = Channel(socket.socket(fileno=fds[0]))
@@ -159,6 +161,15 @@ class _Server:
                 self._reap(fork)
 
 
+def _become_ordinary(*_: object) -> None:
+    """Gives up being urgent, which whoever has started this process has made it (`priority`)."""
+    flag = os.SCHED_RESET_ON_FORK
+    with contextlib.suppress(OSError):
+        if os.sched_getscheduler(0) & flag:
+            os.sched_setscheduler(0, os.SCHED_OTHER | flag, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+
+
 def _import(modules: Sequence[str]) -> None:
     missing = [module for module in modules if module not in sys.modules]
     if not missing:
@@ -179,6 +190,7 @@ def _run(message: dict[str, Any], fds: Sequence[int], parent: int) -> NoReturn:
         if os.getppid() != parent:
             os._exit(code)
         libc.prctl(_PR_SET_NAME, str(message["name"]).encode())
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         # What is not given of the standard ones stays what it is: /dev/null.
         moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, _FIRST_MOVED) for fd in fds]
         first = int(message["first_fd"])
@@ -211,6 +223,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # For whoever asks: what it has forked is needed until that has ended.
         signal.signal(number, signal.SIG_IGN)
+    # The limit on being real-time at a stretch: on a slow processor imports take longer.
+    signal.signal(signal.SIGXCPU, _become_ordinary)
     connection, idle_s = sys.argv[1:]
     server = _Server(Channel(socket.socket(fileno=int(connection))))
     try:
