@@ -175,6 +175,9 @@ class ForkRequests:
     def look(self) -> None:
         """Does what is to be done now and then: nothing, for who has not started it."""
 
+    def _start(self) -> None:
+        """Has it there: nothing, either."""
+
     def hurry(self) -> None:
         """Makes it urgent, for a helper that is waited for: nobody is but who has started it."""
 
@@ -229,7 +232,7 @@ class ForkRequests:
     def _ask(
         self, program: Program, arguments: Sequence[str], fds: Sequence[int], first_fd: int
     ) -> Channel:
-        self.look()
+        self._start()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         message = {
             **program._asdict(),
@@ -312,18 +315,6 @@ class ForkServer(ForkRequests):
         # It takes requests at once where it is there.
         if self._pair is not None and Channel(self._pair[1]).is_readable(0):
             self._start()
-
-    def run(self, program: Program, arguments: Sequence[str], fds: Sequence[int]) -> Helper:
-        """As `ForkRequests.run`."""
-        self._start()
-        return super().run(program, arguments, fds)
-
-    def run_piped(
-        self, program: Program, arguments: Sequence[str], errors: int = -1
-    ) -> PipedHelper:
-        """As `ForkRequests.run_piped`."""
-        self._start()
-        return super().run_piped(program, arguments, errors)
 
     def hurry(self) -> None:
         """Makes it urgent, for a helper that is waited for."""

@@ -162,7 +162,10 @@ class _Server:
 
 
 def _become_ordinary(*_: object) -> None:
-    """Gives up being urgent, which whoever has started this process has made it (`priority`)."""
+    """Gives up being urgent, which whoever has started this process has made it.
+
+    `priority` would take that for what the user has chosen: this process may have begun so.
+    """
     flag = os.SCHED_RESET_ON_FORK
     with contextlib.suppress(OSError):
         if os.sched_getscheduler(0) & flag:
