@@ -56,6 +56,7 @@ class ToySink:
     name = "toy"
     max_age_s = None
     sends_spans = False
+    modules: tuple[str, ...] = ()
 
     def __init__(self, url: str) -> None:
         self._url = url

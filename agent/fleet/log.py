@@ -7,7 +7,11 @@ import os
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
+from pathlib import Path
+
+from aiflame.agent.errors import AiflameError
 
 # What is said again and again is said so often.
 _REPEAT_S = 300.0
@@ -51,3 +55,12 @@ class Log:
                 return
             self._said[event] = (now_s, 0)
         self.say(f"{text} (and {more:,} more like it before)" if more else text)
+
+
+def words_of(error: Exception) -> str:
+    """Returns what is said of an error; of one that nobody has foreseen, also where it was."""
+    if isinstance(error, (AiflameError, OSError)):
+        return str(error)
+    where = traceback.extract_tb(error.__traceback__)[-1:]
+    at = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in where)
+    return f"{type(error).__name__}: {error}{at}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import signal
@@ -18,32 +19,29 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from aiflame.agent.allocator import give_back_freed_memory, map_large_blocks
-from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError, DiskFull
-from aiflame.agent.fleet.batches import batches_of
 from aiflame.agent.fleet.config import AgentConfig, config_of
 from aiflame.agent.fleet.cost import NAMES_WAIT_NS, THRIFT_OF_NAMES
 from aiflame.agent.fleet.delivery import Delivery
+from aiflame.agent.fleet.encoding import Encoder, EncoderEnded, NamedStretch, NotEncoded, Summary
 from aiflame.agent.fleet.labelling import Labelling, LeftOut
-from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.log import Log, words_of
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.spool import LEFT, Spool
 from aiflame.agent.fleet.stretches import TRIES, count_try, keep_kernel_file, mark_done
 from aiflame.agent.inspector.fork_server import ForkRequests
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.batch import Labels
-from aiflame.agent.model.profile import Profile
+from aiflame.agent.model.profile import Process
 from aiflame.agent.model.window import COLUMNS, Window
 from aiflame.agent.sinks.capture_worker import messages
 from aiflame.agent.sinks.captures import CaptureFiles
@@ -148,7 +146,7 @@ class _Stretch:
                 self._lateness.prompt_until_s = time.monotonic() + _PROMPT_S
 
     def _leave_names(self, error: Exception) -> None:
-        self._log.say_seldom("naming", f"a stretch stays without names: {_words(error)}")
+        self._log.say_seldom("naming", f"a stretch stays without names: {words_of(error)}")
         self._naming = None
         self._waiting.clear()
 
@@ -251,13 +249,15 @@ class _Worker:
             try:
                 sink = sink_module(name).make(settings, config.agent.node_name)
                 if not isinstance(sink, CaptureFiles):
+                    for module in sink.modules:  # each fork would import them for itself
+                        importlib.import_module(module)
                     folder = self._spool.folder(name, settings)
                     size = config.agent.spool_size
                     self._deliveries[name] = Delivery(sink, folder, size, self._log)
                     self._deliveries[name].start()
                 self._sinks[name] = sink
             except (AiflameError, OSError) as error:
-                self._log.say(f"sink {name} does not work: {_words(error)}")
+                self._log.say(f"sink {name} does not work: {words_of(error)}")
         self._drop_left()
 
     def _drop_left(self) -> None:
@@ -324,46 +324,39 @@ class _Worker:
         if isinstance(error, DiskFull):  # its segments are there
             with suppress(OSError):
                 (folder / _DATABASE).unlink(missing_ok=True)
-            self._log.say(f"stretch {folder.name} waits for the next start: {_words(error)}")
+            self._log.say(f"stretch {folder.name} waits for the next start: {words_of(error)}")
             return
-        self._log.say(f"stretch {folder.name} is lost: {_words(error)}")
+        self._log.say(f"stretch {folder.name} is lost: {words_of(error)}")
         mark_done(folder)
         self._lost[LossKind.STRETCHES_LOST] += 1
         self._report({"lost": folder.name})
 
     def _send(self, folder: Path, database: Path, cpu_ns: int, rss_bytes: int) -> None:
         """Gives a stretch to all sinks; from then on it is theirs."""
-        give_back_freed_memory()  # what naming took, before a profile takes as much
         try:
-            self._complete(database, cpu_ns, rss_bytes)
-            with_spans = any(self._sinks[name].sends_spans for name in self._deliveries)
-            profile = read_capture(database, with_spans=with_spans)
-            labels = self._labels(profile, database)
-            if self._labelling is not None:
-                profile = replace(profile, losses=(*profile.losses, *self._labelling.losses))
-            self._encode(folder.name, profile, labels)
+            named = self._complete(database, cpu_ns, rss_bytes)
+            summary = self._encode(folder.name, named)
             for name, sink in self._sinks.items():
                 if isinstance(sink, CaptureFiles):
-                    self._keep(name, sink, database, profile)
+                    self._keep(name, sink, database, summary.started_unix_ns)
         except Exception as error:  # of one stretch
             self._give_up(folder, error)
             return
         finally:
             database.unlink(missing_ok=True)
+            give_back_freed_memory()  # what naming took
         mark_done(folder)
         self._report(
             {
                 "done": folder.name,
-                "samples": int(profile.samples["count"][profile.samples["klass"] == 0].sum()),
-                "duration_ns": profile.recording.duration_ns,
-                "losses": {loss.name: loss.count for loss in profile.losses},
-                **_counts_of_containers(labels),
+                "samples": summary.samples,
+                "duration_ns": summary.duration_ns,
+                "losses": summary.losses,
+                **_counts_of_containers(named.labels),
             }
         )
-        del profile
-        give_back_freed_memory()
 
-    def _complete(self, database: Path, cpu_ns: int, rss_bytes: int) -> None:
+    def _complete(self, database: Path, cpu_ns: int, rss_bytes: int) -> NamedStretch:
         """Writes what is only known when a stretch is over: also what was dropped of others."""
         self._drop_left()
         dropped, self._dropped = self._dropped, Counter()
@@ -383,47 +376,50 @@ class _Worker:
                 which = ", ".join(f"{count:,} of {what}" for what, count in dropped.items())
                 row = (kind.stored_name, sum(dropped.values()), f"{kind.meaning}: {which}")
                 writer.put("losses", [row])
+            labels = self._labels(writer.processes())
+            if any(isinstance(sink, CaptureFiles) for sink in self._sinks.values()):
+                writer.put_labels(labels)  # who keeps the capture
+            if self._labelling is not None:
+                more = self._labelling.losses
+                writer.put("losses", [(one.name, one.count, one.meaning) for one in more])
             writer.commit()
         finally:
             writer.close()
+        return NamedStretch(database, labels)
 
-    def _labels(self, profile: Profile, database: Path) -> Sequence[Labels | None]:
-        """Asks whose processes are, while it is known; writes that into a capture that is kept."""
-        if self._labelling is None:
-            return [None] * len(profile.processes)
-        labels = self._labelling.of(profile.processes)
-        if not any(isinstance(sink, CaptureFiles) for sink in self._sinks.values()):
-            return labels  # nobody keeps the capture
-        writer = CaptureWriter(database, is_new=False)
+    def _labels(self, processes: Sequence[Process]) -> Sequence[Labels | None]:
+        """Asks whose processes are, while it is known."""
+        return [None] * len(processes) if self._labelling is None else self._labelling.of(processes)
+
+    def _encode(self, stretch: str, named: NamedStretch) -> Summary:
+        for _ in range(TRIES - 1):
+            with suppress(EncoderEnded):
+                return self._encode_once(stretch, named)
+        return self._encode_once(stretch, named)
+
+    def _encode_once(self, stretch: str, named: NamedStretch) -> Summary:
+        with Encoder(named, {name: self._sinks[name] for name in self._deliveries}) as encoder:
+            summary = encoder.summary()
+            for name, delivery in self._deliveries.items():
+                self._put(name, delivery, encoder, stretch, summary)
+            return summary
+
+    def _put(
+        self, name: str, delivery: Delivery, encoder: Encoder, stretch: str, summary: Summary
+    ) -> None:
         try:
-            writer.put_labels(labels)
-            writer.put(
-                "losses", [(one.name, one.count, one.meaning) for one in self._labelling.losses]
-            )
-            writer.commit()
-        finally:
-            writer.close()
-        return labels
+            delivery.put(encoder.requests(name), stretch)
+        except NotEncoded as error:  # of one sink; the others get theirs
+            self._log.say_seldom(f"{name} encode", f"sink {name}: {error}")
+            delivery.lose(summary.weights, f"cannot be encoded: {error.reason}")
 
-    def _encode(self, stretch: str, profile: Profile, labels: Sequence[Labels | None]) -> None:
-        if not self._deliveries:
-            return
-        batches = [*batches_of(profile, labels)]
-        for name, delivery in self._deliveries.items():
-            try:
-                delivery.put(self._sinks[name].encode(batches), stretch)
-            except Exception as error:  # noqa: PERF203 - of one sink; the others get theirs
-                samples = int(profile.samples["count"].sum())
-                self._log.say_seldom(f"{name} encode", f"sink {name}: {_words(error)}")
-                delivery.lose(samples, f"cannot be encoded: {type(error).__name__}")
-
-    def _keep(self, name: str, sink: CaptureFiles, database: Path, profile: Profile) -> None:
+    def _keep(self, name: str, sink: CaptureFiles, database: Path, started_unix_ns: int) -> None:
         try:
-            sink.put(database, profile.recording.started_unix_ns)
+            sink.put(database, started_unix_ns)
         except (AiflameError, OSError) as error:
             self._lost[LossKind.CAPTURES_NOT_WRITTEN] += 1
             self._log.say_seldom(
-                f"{name} write", f"sink {name}: a capture is lost: {_words(error)}"
+                f"{name} write", f"sink {name}: a capture is lost: {words_of(error)}"
             )
 
     def _report(self, words: Mapping[str, Any]) -> None:
@@ -510,14 +506,6 @@ def in_parts(texts: Iterable[str], bytes_max: int) -> Iterator[list[str]]:
         size += own
     if part:
         yield part
-
-
-def _words(error: Exception) -> str:
-    where = traceback.extract_tb(error.__traceback__)[-1:]
-    at = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in where)
-    if isinstance(error, (AiflameError, OSError)):
-        return str(error)
-    return f"{type(error).__name__}: {error}{at}"
 
 
 def main(directory: Path, helper_bytes: int, requests: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gzip
 import http
-import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -105,12 +104,14 @@ def describe(settings: Settings) -> str:
 class ClickHouseSink:
     """Sends batches to a ClickHouse server: a `RequestSink`.
 
-    A request's body is a line "TABLE TOKEN" and the rows after it, compressed. A server that knows
-    the token leaves them out, so that one that was sent twice is there once.
+    A request's body is a line "TABLE TOKEN IDS" and the rows after it, compressed. A server that
+    knows the token leaves them out, so that one that was sent twice is there once. The ids, between
+    commas, are those of stacks that it brings.
     """
 
     name = "clickhouse"
     sends_spans = True
+    modules: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -132,11 +133,9 @@ class ClickHouseSink:
         self._server = server
         self._cluster = cluster
         self._now_s = now_s
-        # Of encoding, and of sending, which another thread does.
-        self._lock = threading.Lock()
+        # Stacks that the server has been sent in a week: sending alone, which another thread does,
+        # takes note of them.
         self._sent: OrderedDict[int, None] = OrderedDict()
-        self._unsent: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # by token
-        self._unsent_ids = 0
         self._week = ""
         self._forget_at_s = now_s() + _S_PER_DAY
 
@@ -149,18 +148,15 @@ class ClickHouseSink:
         if not batches:
             return
         begin_unix_ns = min(batch.begin_unix_ns for batch in batches)
+        is_of_week = _week_of(begin_unix_ns) == self._week and self._now_s() < self._forget_at_s
         told: set[int] = set()
 
         def is_new(stack_id: int) -> bool:
-            with self._lock:
-                is_known = stack_id in told or stack_id in self._sent
+            is_known = stack_id in told or (is_of_week and stack_id in self._sent)
             told.add(stack_id)
             return not is_known
 
-        self._forget_old(monday(max(0, begin_unix_ns // 10**9)))
         for piece in inserts_of(batches, self._cluster, is_new):
-            if piece.stack_ids:
-                self._note_unsent(piece)
             yield Request(_body(piece), begin_unix_ns, piece.samples)
 
     def send(self, request: Request) -> Counter[str]:
@@ -170,7 +166,7 @@ class ClickHouseSink:
             SinkAway: It is to be sent again.
             SinkRefused: It is not.
         """
-        table, token, rows = _parts(request.body)
+        table, token, stack_ids, rows = _parts(request.body)
         parameters = {
             **INSERT_SETTINGS,
             "database": self._server.database,
@@ -192,7 +188,7 @@ class ClickHouseSink:
         except AiflameError as error:
             raise SinkAway(f"ClickHouse cannot be asked: {error}") from error
         if not reply.is_error:
-            self._note_sent(token)
+            self._note_sent(stack_ids, _week_of(request.begin_unix_ns))
             return Counter()
         if _is_refusal(reply):
             number = f"code {reply.code}" if reply.code else f"status {reply.status}"
@@ -201,44 +197,34 @@ class ClickHouseSink:
             f"ClickHouse cannot take it now: {reply.words}", retry_after_s(reply.retry_after)
         )
 
-    def _forget_old(self, week: str) -> None:
-        with self._lock:
-            if week != self._week or self._now_s() >= self._forget_at_s:
-                self._sent.clear()
-                self._week = week
-                self._forget_at_s = self._now_s() + _S_PER_DAY
+    def _note_sent(self, stack_ids: Sequence[int], week: str) -> None:
+        if week != self._week or self._now_s() >= self._forget_at_s:
+            self._sent.clear()
+            self._week = week
+            self._forget_at_s = self._now_s() + _S_PER_DAY
+        for stack_id in stack_ids:
+            self._sent[stack_id] = None
+            self._sent.move_to_end(stack_id)
+        while len(self._sent) > _KNOWN_STACKS:
+            self._sent.popitem(last=False)
 
-    def _note_unsent(self, piece: Insert) -> None:
-        with self._lock:
-            self._unsent_ids -= len(self._unsent.pop(piece.token, ()))
-            self._unsent[piece.token] = piece.stack_ids
-            self._unsent_ids += len(piece.stack_ids)
-            while self._unsent_ids > _KNOWN_STACKS:
-                self._unsent_ids -= len(self._unsent.popitem(last=False)[1])
 
-    def _note_sent(self, token: str) -> None:
-        """Takes note of what the server has, if it was encoded here and not before a restart."""
-        with self._lock:
-            stack_ids = self._unsent.pop(token, ())
-            self._unsent_ids -= len(stack_ids)
-            for stack_id in stack_ids:
-                self._sent[stack_id] = None
-                self._sent.move_to_end(stack_id)
-            while len(self._sent) > _KNOWN_STACKS:
-                self._sent.popitem(last=False)
+def _week_of(unix_ns: int) -> str:
+    return monday(max(0, unix_ns // 10**9))
 
 
 def _body(piece: Insert) -> bytes:
+    head = f"{piece.table.value} {piece.token} {','.join(map(str, piece.stack_ids))}".rstrip()
     # Without a time in it: the same rows are the same bytes.
-    return f"{piece.table.value} {piece.token}\n".encode() + gzip.compress(piece.rows, mtime=0)
+    return head.encode() + b"\n" + gzip.compress(piece.rows, mtime=0)
 
 
-def _parts(body: bytes) -> tuple[Rows, str, bytes]:
+def _parts(body: bytes) -> tuple[Rows, str, list[int], bytes]:
     head, newline, rows = body.partition(b"\n")
-    table, _, token = head.decode("ascii", "replace").partition(" ")
+    table, token, ids = [*head.decode("ascii", "replace").split(" "), "", ""][:3]
     if not newline or table not in {rows.value for rows in Rows}:
         raise SinkRefused("not a request for ClickHouse", "no request")
-    return Rows(table), token, rows
+    return Rows(table), token, [int(word) for word in ids.split(",") if word.isdigit()], rows
 
 
 def _is_refusal(reply: Reply) -> bool:

@@ -115,6 +115,7 @@ class OtlpSink:
 
     name = "otlp"
     sends_spans = False
+    modules = ("aiflame.agent.sinks.otlp_message",)
 
     def __init__(self, settings: Settings) -> None:
         try:

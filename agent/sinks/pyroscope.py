@@ -133,6 +133,7 @@ class PyroscopeSink:
 
     name = "pyroscope"
     sends_spans = False
+    modules: tuple[str, ...] = ()
     max_age_s: float | None = _MAX_AGE_S
 
     def __init__(self, settings: Settings) -> None:

@@ -63,14 +63,21 @@ class RequestSink(Protocol):
         name: As in the configuration.
         max_age_s: What is older is refused by the back-end; None for no such limit.
         sends_spans: Whether it says in which seconds time was; else profiles need no spans.
+        modules: What is imported when it encodes or sends for the first time, not before: checking
+            settings needs none of it.
     """
 
     name: str
     max_age_s: float | None
     sends_spans: bool
+    modules: tuple[str, ...]
 
     def encode(self, batches: Sequence[Batch]) -> Iterator[Request]:
-        """Encodes what one stretch of time has, in requests that the back-end's limits allow."""
+        """Encodes what one stretch of time has, in requests that the back-end's limits allow.
+
+        It runs in a fork of the process that sends: what it takes note of is forgotten, and it
+        takes no lock.
+        """
         ...
 
     def send(self, request: Request) -> Counter[str]:

@@ -17,11 +17,9 @@ from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.worker import _Lateness, _Worker, in_parts
-from aiflame.agent.model.profile import Profile
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.captures import CaptureFiles
 from aiflame.agent.sinks.written import Naming
-from profiles import small_profile
 
 _S = 1_000_000_000
 
@@ -53,7 +51,7 @@ def test_what_was_not_sent_and_not_written_is_told_once(worker: _Worker, tmp_pat
         (tmp_path / name).mkdir()
     worker._give_up(tmp_path / "1", ValueError("no window"))
     worker.take({"lost": 2})
-    worker._keep("captures", cast(CaptureFiles, Full()), tmp_path, cast(Profile, small_profile()))
+    worker._keep("captures", cast(CaptureFiles, Full()), tmp_path, 0)
     # THEN the next stretch tells of them, and the one after that does not
     found = _told(worker, tmp_path / "next.aiflame")
     assert found == {"stretches_lost": 3, "captures_not_written": 1}

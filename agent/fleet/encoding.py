@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stretches are read as a whole and encoded in a process that ends.
+
+As a whole, a stretch takes as much memory as all that the process that names keeps; and what is
+freed of it there stays between that, for ever. So that one is forked: the fork has the sinks and
+the labels, writes requests to a pipe, each a line of JSON with its body after it, and ends.
+
+No other thread is in a fork, but locks that these held are: it takes none that they may have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NoReturn
+
+from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.errors import AiflameError
+from aiflame.agent.fleet.batches import batches_of
+from aiflame.agent.fleet.log import words_of
+from aiflame.agent.model.batch import Batch, Labels
+from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.sinks.requests import Request, RequestSink
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
+_PROCESS_NAME = b"aiflame encodes"  # 15 bytes at most
+
+# Ten thousand times what a stretch takes on a host that does nothing else: whoever is not done by
+# then waits for what never comes.
+_MOST_S = 900.0
+
+
+class EncoderEnded(AiflameError):
+    """The process has ended before it was done, as by the kernel where memory is short."""
+
+
+class NotEncoded(AiflameError):
+    """A sink cannot encode a stretch; others may.
+
+    Attributes:
+        reason: To count it by: the kind of error.
+    """
+
+    def __init__(self, why: str, reason: str) -> None:
+        super().__init__(why)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class NamedStretch:
+    """What is to be encoded.
+
+    Attributes:
+        database: Its capture, which is complete.
+        labels: Of each of its processes, None of what is left out.
+    """
+
+    database: Path
+    labels: Sequence[Labels | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a stretch has.
+
+    Attributes:
+        samples: Of CPU time.
+        weights: Of stacks, as requests count them.
+        started_unix_ns: When it began.
+        duration_ns: How long it was.
+        losses: What was lost, by name.
+    """
+
+    samples: int
+    weights: int
+    started_unix_ns: int
+    duration_ns: int
+    losses: dict[str, int]
+
+
+class Encoder:
+    """The process that encodes one stretch, from where it is entered to where it is left.
+
+    Args:
+        stretch: What is encoded.
+        sinks: Who encodes it, by name; they are asked for in this order.
+
+    Raises:
+        OSError: It cannot be forked.
+    """
+
+    def __init__(self, stretch: NamedStretch, sinks: Mapping[str, RequestSink]) -> None:
+        reading, writing = os.pipe()
+        parent = os.getpid()
+        try:
+            self._pid = os.fork()
+        except OSError:
+            os.close(reading)
+            raise
+        else:
+            if self._pid == 0:
+                os.close(reading)
+                _run(stretch, sinks, writing, parent)
+        finally:
+            os.close(writing)
+        self._pipe: IO[bytes] = os.fdopen(reading, "rb")
+        self._at = ""
+
+    def __enter__(self) -> Encoder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pipe.close()
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+    def summary(self) -> Summary:
+        """Returns what the stretch has; to be asked for first, and once.
+
+        Raises:
+            AiflameError: Its capture cannot be read.
+            EncoderEnded: Nothing more comes.
+        """
+        found = self._message()
+        if "error" in found:
+            raise AiflameError(found["error"])
+        return Summary(**found)
+
+    def requests(self, name: str) -> Iterator[Request]:
+        """Yields the requests of a sink. What was left of those before is passed over.
+
+        Raises:
+            NotEncoded: It cannot encode the stretch.
+            EncoderEnded: Nothing more comes.
+        """
+        while True:
+            found = self._message()
+            body = self._pipe.read(found.get("bytes", 0))
+            if found["sink"] != name:
+                continue
+            if "error" in found:
+                raise NotEncoded(found["error"], found["reason"])
+            if "bytes" not in found:
+                return
+            if len(body) < found["bytes"]:
+                raise self._ended()
+            yield Request(body, found["begin_unix_ns"], found["samples"])
+
+    def _message(self) -> dict[str, Any]:
+        line = self._pipe.readline()
+        if not line.endswith(b"\n"):
+            raise self._ended()
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _ended(self) -> EncoderEnded:
+        return EncoderEnded("the process that encodes it has ended")
+
+
+def _run(
+    stretch: NamedStretch, sinks: Mapping[str, RequestSink], writing: int, parent: int
+) -> NoReturn:
+    """What the fork does."""
+    with suppress(BaseException):  # whoever asked for it sees that it has ended
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            libc.prctl(_PR_SET_NAME, _PROCESS_NAME)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, _MOST_S)
+            gc.disable()  # it would write to all pages that are shared
+            with os.fdopen(writing, "wb") as pipe:
+                _encode(stretch, sinks, pipe)
+    os._exit(0)
+
+
+def _encode(stretch: NamedStretch, sinks: Mapping[str, RequestSink], pipe: IO[bytes]) -> None:
+    try:
+        with_spans = any(sink.sends_spans for sink in sinks.values())
+        profile = read_capture(stretch.database, with_spans=with_spans)
+        counts = profile.samples["count"]
+        on_cpu = profile.samples["klass"] == SampleClass.ON_CPU
+        summary = Summary(
+            int(counts[on_cpu].sum()),
+            int(counts.sum()),
+            profile.recording.started_unix_ns,
+            profile.recording.duration_ns,
+            {loss.name: loss.count for loss in profile.losses},
+        )
+        batches = [*batches_of(profile, stretch.labels)] if sinks else []
+        del profile
+    except Exception as error:
+        _tell(pipe, {"error": words_of(error)})
+        return
+    _tell(pipe, asdict(summary))
+    for name, sink in sinks.items():
+        _encode_for(name, sink, batches, pipe)
+
+
+def _encode_for(name: str, sink: RequestSink, batches: Sequence[Batch], pipe: IO[bytes]) -> None:
+    try:
+        for request in sink.encode(batches):
+            facts = {"begin_unix_ns": request.begin_unix_ns, "samples": request.samples}
+            _tell(pipe, {"sink": name, "bytes": len(request.body), **facts}, request.body)
+    except BrokenPipeError:  # nobody reads it any more
+        raise
+    except Exception as error:  # of one sink
+        _tell(pipe, {"sink": name, "error": words_of(error), "reason": type(error).__name__})
+    else:
+        _tell(pipe, {"sink": name})
+
+
+def _tell(pipe: IO[bytes], message: Mapping[str, Any], body: bytes = b"") -> None:
+    pipe.write(json.dumps(message).encode() + b"\n")
+    pipe.write(body)
