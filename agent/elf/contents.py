@@ -26,6 +26,8 @@ _CHUNK_BYTES = 1 << 20
 _ZEROS = bytes(_CHUNK_BYTES)
 # DWARF of 1 GB and what is beside it; more is not parsed.
 MAX_BYTES = 3 << 29
+# Copied in 2 ms, while a cache of 14,000 files takes 10 ms to list.
+_SMALL_BYTES = 2 << 20
 _TABLES_OF_SYMBOLS = (elf.SHT_SYMTAB, elf.SHT_DYNSYM)
 _FDES = (".eh_frame", ".eh_frame_hdr")
 # Of Go's programs at a fixed address, and of those at any (cmd/link/internal/ld/data.go).
@@ -46,6 +48,11 @@ class Contents(NamedTuple):
 
     size_bytes: int
     parts: tuple[tuple[int, int], ...]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a copy is cheaper than to look for what was made of them, by their build id."""
+        return sum(size for _, size in self.parts) <= _SMALL_BYTES
 
     def digest(self, file: TargetFile, copy: int | None = None) -> bytes:
         """Returns a digest of the bytes, and where they are.

@@ -13,6 +13,7 @@ which runs this class in a process for each binary (`worker`).
 
 from __future__ import annotations
 
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,10 +57,53 @@ class _Tables(NamedTuple):
     key: str
     symbols: SymbolTable
     lines: LineTable | None
+    own_bytes: float  # besides what is mapped from the cache
+
+
+class LoadedTables:
+    """Tables that are at hand, the latest of them.
+
+    Args:
+        most: How many.
+        own_bytes: Those that take more memory, besides what is mapped from the cache, are not kept.
+    """
+
+    def __init__(self, most: int = _MAX_TABLES, own_bytes: float = math.inf) -> None:
+        self._most = most
+        self._own_bytes = own_bytes
+        self._tables: OrderedDict[tuple[str, bool], _Tables] = OrderedDict()
+
+    def find(self, name: str, plain: bool) -> _Tables | None:
+        """Returns those of that name, None where there are none."""
+        found = self._tables.get((name, plain))
+        if found is not None:
+            self._tables.move_to_end((name, plain))
+        return found
+
+    def keep(self, name: str, plain: bool, tables: _Tables) -> None:
+        """Keeps them, instead of those that were asked for longest ago."""
+        if tables.own_bytes > self._own_bytes:
+            return
+        self._tables[name, plain] = tables
+        if len(self._tables) > self._most:
+            self._tables.popitem(last=False)
+
+    def forget(self, key: str) -> None:
+        """Forgets those of a file of the cache."""
+        for name, tables in [*self._tables.items()]:
+            if tables.key == key:
+                del self._tables[name]
 
 
 class Access(Protocol):
-    """What a resolver takes from outside: it opens nothing itself."""
+    """What a resolver takes from outside: it opens nothing itself.
+
+    Attributes:
+        identity: Of the binary and of what may be its debug files; no others have it. "" where that
+            is not known before they are read.
+    """
+
+    identity: str
 
     @property
     def store(self) -> Cache:
@@ -86,6 +130,8 @@ class DirectAccess:
     Args:
         cache: Directory for finished tables, usually `store.cache_dir()`; None for none.
     """
+
+    identity = ""
 
     def __init__(self, cache: Path | None) -> None:
         self.store = Store(cache)
@@ -116,6 +162,7 @@ class Resolver:
     Args:
         access: Opens files.
         max_dwarf_bytes: Debug information larger than this is not read.
+        tables: Where they are kept; None for here.
 
     Attributes:
         problems: What went wrong so far, in order.
@@ -126,11 +173,12 @@ class Resolver:
         access: Access,
         *,
         max_dwarf_bytes: int = DEFAULT_MAX_DWARF_BYTES,
+        tables: LoadedTables | None = None,
     ) -> None:
         self._access = access
         self._store = access.store
         self._max_dwarf_bytes = max_dwarf_bytes
-        self._tables: OrderedDict[tuple[str, bool], _Tables] = OrderedDict()
+        self._tables = LoadedTables() if tables is None else tables
         self.problems: list[Problem] = []
 
     def resolve(
@@ -174,6 +222,11 @@ class Resolver:
         self.problems.append(Problem(reason, clean_name(str(detail))))
 
     def _load(self, path: str, root_path: str, plain: bool) -> _Tables | None:
+        identity = self._access.identity
+        known = self._tables.find(identity, plain) if identity else None
+        return self._read(path, root_path, plain) if known is None else known
+
+    def _read(self, path: str, root_path: str, plain: bool) -> _Tables | None:
         try:
             binary = OpenElf(self._access.open(path))
         except OSError as error:
@@ -195,40 +248,38 @@ class Resolver:
 
     def _tables_of(self, files: list[OpenElf], label: str, plain: bool) -> _Tables:
         key = store_key(*(file.image.cache_key for file in files))
-        tables = self._tables.get((key, plain))
+        name = self._access.identity or key
+        tables = self._tables.find(name, plain)
         if tables is None:
             if files[0].image.damage:
                 self._problem(LossKind.BAD_SYMBOL_TABLE, f"{label}: {files[0].image.damage}")
-            symbols = self._symbols(key, files, label)
-            lines = None if plain else self._lines(key, files, label)
-            tables = _Tables(key, symbols, lines)
-            self._tables[key, plain] = tables
-            while len(self._tables) > _MAX_TABLES:
-                self._tables.popitem(last=False)
-        self._tables.move_to_end((key, plain))
+            symbols, own_bytes = self._symbols(key, files, label)
+            lines, more_bytes = (None, 0.0) if plain else self._lines(key, files, label)
+            tables = _Tables(key, symbols, lines, own_bytes + more_bytes)
+            self._tables.keep(name, plain, tables)
         return tables
 
     def _forget(self, key: str) -> None:
         self._store.remove(key + _TABLE_SUFFIX)
-        for plain in (False, True):
-            self._tables.pop((key, plain), None)
+        self._tables.forget(key)
 
-    def _symbols(self, key: str, files: list[OpenElf], label: str) -> SymbolTable:
+    def _symbols(self, key: str, files: list[OpenElf], label: str) -> tuple[SymbolTable, float]:
+        """Returns a table, and what memory it has of its own."""
         stored = self._stored_symbols(key)
         if stored is not None:
-            return stored
+            return stored, 0
         try:
             table = SymbolTable.build([SymbolSource(file.image, file.file) for file in files])
         except BadElf as error:
             self._problem(LossKind.TOO_MANY_SYMBOLS, f"{label}: {error}")
-            return SymbolTable.build([])
+            return SymbolTable.build([]), 0
         except (BadTargetFile, ValueError, MemoryError) as error:
             self._problem(LossKind.BAD_SYMBOL_TABLE, f"{label}: {type(error).__name__}: {error}")
-            return SymbolTable.build([])
+            return SymbolTable.build([]), 0
         if self._store.write(key + _TABLE_SUFFIX, table.to_chunks()):
             # The mapped copy costs no memory of our own, and lets go of the target's file.
-            return self._stored_symbols(key) or table
-        return table
+            stored = self._stored_symbols(key)
+        return (table, math.inf) if stored is None else (stored, 0)
 
     def _stored_symbols(self, key: str) -> SymbolTable | None:
         mapping = self._store.open(key + _TABLE_SUFFIX)
@@ -240,28 +291,31 @@ class Resolver:
             self._store.remove(key + _TABLE_SUFFIX)
             return None
 
-    def _lines(self, key: str, files: Iterable[OpenElf], label: str) -> LineTable | None:
+    def _lines(
+        self, key: str, files: Iterable[OpenElf], label: str
+    ) -> tuple[LineTable | None, float]:
+        """Returns a table, None where there are no lines, and what memory it has of its own."""
         source = next((file for file in files if file.has_lines), None)
         if source is None:
-            return None
+            return None, 0
         mapping = self._store.open(key + _LINES_SUFFIX)
         if mapping is not None:
             try:
-                return LineTable.from_mapping(mapping)
+                return LineTable.from_mapping(mapping), len(mapping)
             except BadDebugInfo:
                 self._store.remove(key + _LINES_SUFFIX)
         try:
             table = LineTable.build(source, self._max_dwarf_bytes)
         except DebugInfoTooLarge as error:
             self._problem(LossKind.DEBUG_INFO_TOO_LARGE, f"{label}: {error}")
-            return None
+            return None, 0
         except BadDebugInfo as error:
             self._problem(LossKind.BAD_DEBUG_INFO, f"{label}: {error}")
-            return None
+            return None, 0
         chunks = table.to_chunks()
         if chunks:
             self._store.write(key + _LINES_SUFFIX, chunks)
-        return table
+        return table, sum(map(len, chunks)) or math.inf
 
 
 def readable(

@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import mmap
 import os
+import random
 import tempfile
 import time
 from collections.abc import Iterable
@@ -26,7 +27,8 @@ from aiflame.agent.outfile import private_directory
 DEFAULT_MAX_BYTES = 1024 * 1024 * 1024
 # Trim to this share, so that not every following write trims again.
 _TRIM_TO = 0.8
-# The total is taken again when so much of the bound was written: it may be over by that.
+# The total is taken when so much of the bound was written, on average: it may be over by a few
+# times that.
 _TRIM_EVERY = 0.01
 # Files that come within a tick of the kernel's clock of each other leave one time of change: 10 ms
 # at most (CONFIG_HZ_100).
@@ -78,7 +80,6 @@ class Store:
         self._max_bytes = max_bytes
         # All names, a line each, and the directory's time of change that they are as of.
         self._names, self._names_of_ns = "", 0
-        self._written_bytes = max_bytes  # since the total was taken: it may be over the bound
 
     @property
     def usable(self) -> bool:
@@ -132,11 +133,10 @@ class Store:
             with contextlib.suppress(OSError):
                 Path(temporary).unlink()
             return False
-        # With thousands of small files looking at all takes far longer than writing one.
-        self._written_bytes += size_bytes
-        if self._written_bytes > self._max_bytes * _TRIM_EVERY:
+        # With thousands of small files looking at all takes far longer than writing one. Many
+        # processes write some files each: chance needs nobody to count for all of them.
+        if random.random() * self._max_bytes * _TRIM_EVERY < size_bytes:  # noqa: S311 - no secret
             self._trim(self._directory)
-            self._written_bytes = 0
         return True
 
     def holds(self, part: str) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import hashlib
 import itertools
@@ -30,6 +31,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -48,7 +50,7 @@ from aiflame.agent.limits import limit_self
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.debugfiles import Candidate
 from aiflame.agent.symbols.frames import Problem, RawFrame, Resolved, clean_name
-from aiflame.agent.symbols.known import KnownTables, known_directory
+from aiflame.agent.symbols.known import KnownTables, file_key, is_settled, known_directory
 from aiflame.agent.symbols.outline import Outline, checked, read_outline
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap, open_perf_map
 from aiflame.agent.symbols.protocol import (
@@ -62,7 +64,7 @@ from aiflame.agent.symbols.protocol import (
     unpack_problems,
     unpack_raw,
 )
-from aiflame.agent.symbols.resolve import DirectAccess, Resolver, readable
+from aiflame.agent.symbols.resolve import DirectAccess, LoadedTables, Resolver, readable
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import BadTargetFile, TargetFile
 
@@ -80,8 +82,13 @@ _MAX_QUESTIONS = 64
 # A mapped table keeps a descriptor, and one that an error refers to stays until it is collected.
 # A parser may have 64, and a request takes two or three.
 _COLLECT_REQUESTS = 8
+# Of binaries whose tables a parser has at hand: each keeps such a descriptor. Tables of lines are
+# copies, of up to 500 MB.
+_MAX_TABLES, _MAX_OWN_BYTES = 16, 1 << 20
 
 _DIGEST_CHARACTERS = 32
+# A PyTorch process has some 150 binaries, a host a few thousand.
+_MAX_OUTLINES = 1 << 12
 # What this process reads itself of a file: 1.5 GB for a digest, and the same for a copy.
 _MAX_FILE_BYTES = 4 << 30
 
@@ -132,18 +139,34 @@ class _RemoteStore:
 
 
 class _RemoteAccess:
-    """All that a parser can reach: one binary, and what it may ask for."""
+    """All that a parser can reach: one binary, and what it may ask for.
 
-    def __init__(self, channel: Channel, fd: int, inside: str) -> None:
+    Args:
+        channel: To the other side.
+        fd: Of the binary.
+        inside: Its path inside the target's root.
+        identity: As of `Access`.
+    """
+
+    def __init__(self, channel: Channel, fd: int, inside: str, identity: str) -> None:
+        self.identity = identity
         self.store = _RemoteStore(channel)
         self._channel = channel
-        self._fd = fd
+        self._fd: int | None = fd
         self._inside = inside
         self._given: list[Candidate] = []
 
     def open(self, path: str) -> int:
-        """The binary, whatever the path."""
-        return self._fd
+        """The binary, whatever the path; once, and it is whoever opens it who closes it."""
+        fd, self._fd = self._fd, None
+        if fd is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return fd
+
+    def close(self) -> None:
+        """Closes the binary, if nobody has opened it."""
+        if self._fd is not None:
+            os.close(self._fd)
 
     def path_inside(self, path: str) -> str:
         """Its path inside the target's root."""
@@ -175,6 +198,7 @@ class _RemoteAccess:
 
 def _parse(channel: Channel, timeout_s: float) -> None:
     """What a parser does: answers each request that it is sent with a binary."""
+    tables = LoadedTables(_MAX_TABLES, _MAX_OWN_BYTES)
     for number in itertools.count(1):
         if number % _COLLECT_REQUESTS == 0:
             gc.collect()
@@ -189,8 +213,10 @@ def _parse(channel: Channel, timeout_s: float) -> None:
         with os.fdopen(texts[0], "rb") as file:
             request = json.loads(file.read())
         if request["perf_map_uid"] is None:
+            inside, identity = str(question["inside"]), str(question["digest"])
             try:
-                answer = _parsed(_RemoteAccess(channel, fd, str(question["inside"])), request)
+                with closing(_RemoteAccess(channel, fd, inside, identity)) as access:
+                    answer = _parsed(access, request, tables)
             except _Again:
                 gc.collect()  # what refers to descriptors
                 continue
@@ -203,8 +229,8 @@ def _parse(channel: Channel, timeout_s: float) -> None:
             channel.send({"ask": "done"}, [file.fileno()])
 
 
-def _parsed(access: _RemoteAccess, request: dict[str, Any]) -> dict[str, Any]:
-    resolver = Resolver(access)
+def _parsed(access: _RemoteAccess, request: dict[str, Any], tables: LoadedTables) -> dict[str, Any]:
+    resolver = Resolver(access, tables=tables)
     path, root, plain = request["path"], request["root"], request["plain"]
     answer: dict[str, Any] = {}
     if request["addresses"] is None:
@@ -246,6 +272,7 @@ class _Files:
         access: Opens files.
         parser: Reads what they are.
         known: Digests of files that were read before.
+        outlines: What parsers said of files that stay as they are, by their keys.
         copies: Whether the parser gets copies in any case.
         fd: Of the binary.
         inside: Its path inside the target's root.
@@ -264,6 +291,7 @@ class _Files:
         access: DirectAccess,
         parser: Parser,
         known: KnownTables,
+        outlines: dict[str, Outline],
         copies: bool,
         fd: int,
         inside: str,
@@ -272,6 +300,7 @@ class _Files:
         self._access = access
         self._parser = parser
         self._known = known
+        self._known_outlines = outlines
         self._copies = copies
         self._outlines: dict[int, Outline] = {}
         self.handed = [fd]
@@ -319,6 +348,8 @@ class _Files:
         known = [self._known.name(fd) for fd in fds]
         if all(known):  # there were some; where they are gone, their parser asks for them in vain
             return _joined(known)
+        if all(self._parts(fd)[1].is_small for fd in fds):
+            return ""
         # Where nothing begins with its build id, a digest alone would be taken in vain.
         if build_id and not store.holds(build_id[:40]):
             return ""
@@ -343,12 +374,22 @@ class _Files:
             BadTargetFile: It is damaged.
         """
         if fd not in self._outlines:
-            self._parser.channel.send({}, [fd])
-            answer, fds = self._parser.channel.receive()
-            for one in fds:
-                os.close(one)
-            self._outlines[fd] = checked(answer, os.fstat(fd).st_size)
+            before = os.fstat(fd)
+            key = file_key(before)
+            found = self._known_outlines.get(key)
+            if found is None:
+                found = self._asked(fd)
+                if is_settled(before, fd) and len(self._known_outlines) < _MAX_OUTLINES:
+                    self._known_outlines[key] = found
+            self._outlines[fd] = found
         return self._outlines[fd]
+
+    def _asked(self, fd: int) -> Outline:
+        self._parser.channel.send({}, [fd])
+        answer, fds = self._parser.channel.receive()
+        for one in fds:
+            os.close(one)
+        return checked(answer, os.fstat(fd).st_size)
 
     def _parts(self, fd: int) -> tuple[TargetFile, Contents]:
         parts = self._outline(fd).contents
@@ -464,6 +505,7 @@ class Worker:
     def __init__(self, cache: Path | None, timeout_s: float) -> None:
         self._access = DirectAccess(cache)
         self._known = KnownTables(known_directory("symbols"))
+        self._outlines: dict[str, Outline] = {}
         self._demangler = Demangler(forks=True)
         self._parsers = Parsers(lambda channel: _parse(channel, timeout_s))
         self._peak_rss_bytes = 0
@@ -516,10 +558,12 @@ class Worker:
         self, parser: Parser, request: dict[str, Any], fd: int, inside: str, root: str
     ) -> dict[str, Any]:
         for copies in (False, True):
-            with _Files(self._access, parser, self._known, copies, fd, inside, root) as files:
+            known = self._known, self._outlines
+            with _Files(self._access, parser, *known, copies, fd, inside, root) as files:
                 opener = _Opener(self._access, files)
                 with _in_memory(request) as text:
-                    parser.channel.send({"inside": inside}, [files.handed[0], text.fileno()])
+                    question = {"inside": inside, "digest": files.digest}
+                    parser.channel.send(question, [files.handed[0], text.fileno()])
                 answer = self._answer_of(parser, opener)
                 if answer is not None:
                     answer["problems"] += pack_problems(files.problems)

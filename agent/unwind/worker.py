@@ -102,13 +102,14 @@ class _Builder:
                 raise _NotBuilt("more to read than any real file has")
             name = ""
             # Where nothing begins with its build id, a digest alone would be taken in vain.
-            if not build_id or self._store.holds(build_id[:40]):
+            if not parts.is_small and (not build_id or self._store.holds(build_id[:40])):
                 name = table_name(build_id, parts.digest(file))
             if not name or load(name, self._store) is None:
                 copy, digest = parts.copied(file)
                 stack.callback(os.close, copy)
                 name = table_name(build_id, digest)
-                self._make(parser, name, copy)
+                if load(name, self._store) is None:
+                    self._make(parser, name, copy)
             self._known.keep(before, fd, name)
             return name
 

@@ -423,6 +423,31 @@ def test_a_binary_may_be_asked_about_all_day(tmp_path: Path) -> None:
         assert service.problems == []
 
 
+def test_more_binaries_than_have_their_tables_at_hand(tmp_path: Path) -> None:
+    requests = [binary(tmp_path, f"number{at}") for at in range(40)]
+    with SymbolService(tmp_path / "cache") as service:
+        for _ in range(3):
+            found = names(service, *requests)
+            assert found == [[[f"number{at}()"], []] for at in range(40)]
+        assert service.problems == []
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_binary_that_is_written_over_has_its_new_names(tmp_path: Path, has_cache: bool) -> None:
+    # GIVEN a binary of which a worker has the tables at hand
+    request = binary(tmp_path, "first")
+    with SymbolService(tmp_path / "cache" if has_cache else None) as service:
+        for _ in range(2):
+            assert names(service, request) == [[["first()"], []]]
+        before = Path(request.path).stat()
+        # WHEN it is written over in its place, and looks as old as it did
+        other = binary(tmp_path, "other")
+        Path(request.path).write_bytes(Path(other.path).read_bytes())
+        os.utime(request.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        # THEN it has its new names
+        assert names(service, request) == [[["other()"], []]]
+
+
 def test_what_a_file_did_is_not_held_against_the_next_of_its_descriptor(
     tmp_path: Path, bad_worker: tuple[str, ...]
 ) -> None:

@@ -21,6 +21,7 @@ from aiflame.agent.processes import procfs
 from aiflame.agent.settings import Given, made
 from aiflame.agent.unwind import table_builder
 from aiflame.agent.unwind.table_builder import TableBuilder
+from aiflame.agent.unwind.worker import _Builder
 from recordings import children_of
 from support import wait_until
 
@@ -215,3 +216,17 @@ def test_the_least_that_an_agent_may_give_is_enough_for_an_interpreter(
     _finish(builder, 1)
     builder.close()
     assert builder.names.keys() == {1}
+
+
+def test_what_is_in_the_cache_is_not_made_for_a_copy_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN the table of a small program, and another file with the same contents
+    for name in ("one", "other"):
+        (tmp_path / name).write_bytes(Path("/bin/true").read_bytes())
+    builder = _Builder(tmp_path / "cache")
+    name = builder.build(str(tmp_path / "one"))
+    # WHEN that is asked for THEN nothing is made
+    monkeypatch.setattr(builder, "_make", None)
+    assert builder.build(str(tmp_path / "other")) == name
+    builder._parsers.close()
