@@ -44,8 +44,10 @@ def without_garbage_collection() -> Iterator[None]:
 
     The collector would look through all of them again and again, which is up to half of the time.
     """
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()

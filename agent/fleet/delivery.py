@@ -178,19 +178,26 @@ class Delivery:
         if stretch and stretch == self._queued:
             return
         aside: list[WaitingRequest] = []
+        no_room = 0
         try:
-            for one in self._written_aside(requests):
-                aside.append(one)  # noqa: PERF402 - to know them where one cannot be made
+            for one, is_written in self._written_aside(requests):
+                if is_written:
+                    aside.append(one)
+                else:
+                    no_room += one.samples
         except BaseException:
             for one in aside:
                 self._aside(one).unlink(missing_ok=True)
             raise
+        if no_room:
+            self.lose(no_room, "no room on the disk")
         if stretch:
             self._note_queued(stretch)
         for one in aside:
             self._queue(one)
 
-    def _written_aside(self, requests: Iterable[Request]) -> Iterator[WaitingRequest]:
+    def _written_aside(self, requests: Iterable[Request]) -> Iterator[tuple[WaitingRequest, bool]]:
+        """Yields each request, and whether there was room for it."""
         for request in requests:
             with self._lock:
                 number, self._next = self._next, self._next + 1
@@ -201,17 +208,16 @@ class Delivery:
                 zlib.crc32(request.body),
                 len(request.body),
             )
+            is_written = True
             try:
                 self._write(one, request.body)
             except OSError as error:
-                with self._lock:
-                    self._drop(one.samples, "no room on the disk")
+                is_written = False
                 self._log.say_seldom(
                     f"{self._sink.name} disk",
                     f"sink {self._sink.name}: cannot write {self._folder}: {error.strerror}",
                 )
-                continue
-            yield one
+            yield one, is_written
 
     def _note_queued(self, stretch: str) -> None:
         """From here on a stretch is queued, whenever this process ends."""

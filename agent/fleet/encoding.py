@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import signal
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -74,14 +75,12 @@ class Summary:
     Attributes:
         samples: Of CPU time.
         weights: Of stacks, as requests count them.
-        started_unix_ns: When it began.
         duration_ns: How long it was.
         losses: What was lost, by name.
     """
 
     samples: int
     weights: int
-    started_unix_ns: int
     duration_ns: int
     losses: dict[str, int]
 
@@ -101,7 +100,10 @@ class Encoder:
         reading, writing = os.pipe()
         parent = os.getpid()
         try:
-            self._pid = os.fork()
+            with warnings.catch_warnings():
+                # Of locks that other threads hold (CPython 3.12): see above.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._pid = os.fork()
         except OSError:
             os.close(reading)
             raise
@@ -112,7 +114,6 @@ class Encoder:
         finally:
             os.close(writing)
         self._pipe: IO[bytes] = os.fdopen(reading, "rb")
-        self._at = ""
 
     def __enter__(self) -> Encoder:
         return self
@@ -196,7 +197,6 @@ def _encode(stretch: NamedStretch, sinks: Mapping[str, RequestSink], pipe: IO[by
         summary = Summary(
             int(counts[on_cpu].sum()),
             int(counts.sum()),
-            profile.recording.started_unix_ns,
             profile.recording.duration_ns,
             {loss.name: loss.count for loss in profile.losses},
         )

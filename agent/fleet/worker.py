@@ -74,6 +74,8 @@ _PROMPT_S = 600.0
 _ANSWER_S = 15.0
 # Of paths in one report, which has 64 KB in all: one of 4,096 characters may be 24 KB there.
 _PATHS_BYTES = 1 << 15
+# What forks or kills the process that encodes may be over then: memory that is short.
+_ENCODE_AGAIN_S = (1.0, 10.0)
 # What is left for ending, of the time until the end.
 _ENDING_S = 0.5
 
@@ -132,14 +134,18 @@ class _Stretch:
     def _put_waiting(self) -> None:
         self._waiting_bytes = 0
         waiting, self._waiting = self._waiting, []
+        if not waiting or self._naming is None:
+            return
+        if self._capture is None:
+            facts = self._following.facts
+            self._lateness.begin(facts)
+            self._capture = WrittenCapture(
+                *(self.database, waiting[0].start_ns, facts, self._naming),
+                keep=partial(keep_kernel_file, self.folder),
+            )
+        if len(waiting) > 1:
+            self._capture.expect(waiting)
         for window in waiting:
-            if self._capture is None:
-                facts = self._following.facts
-                self._lateness.begin(facts)
-                self._capture = WrittenCapture(
-                    *(self.database, window.start_ns, facts, self._naming),
-                    keep=partial(keep_kernel_file, self.folder),
-                )
             self._capture.put(window)
             self._jit_symbols.put(window, self._capture.jit_symbols)
             if self._capture.jit_symbols:
@@ -250,7 +256,8 @@ class _Worker:
                 sink = sink_module(name).make(settings, config.agent.node_name)
                 if not isinstance(sink, CaptureFiles):
                     for module in sink.modules:  # each fork would import them for itself
-                        importlib.import_module(module)
+                        with suppress(Exception):  # encoding will say so
+                            importlib.import_module(module)
                     folder = self._spool.folder(name, settings)
                     size = config.agent.spool_size
                     self._deliveries[name] = Delivery(sink, folder, size, self._log)
@@ -335,10 +342,10 @@ class _Worker:
         """Gives a stretch to all sinks; from then on it is theirs."""
         try:
             named = self._complete(database, cpu_ns, rss_bytes)
-            summary = self._encode(folder.name, named)
             for name, sink in self._sinks.items():
                 if isinstance(sink, CaptureFiles):
-                    self._keep(name, sink, database, summary.started_unix_ns)
+                    self._keep(name, sink, database, int(folder.name))  # when it began
+            summary = self._encode(folder.name, named)
         except Exception as error:  # of one stretch
             self._give_up(folder, error)
             return
@@ -392,26 +399,39 @@ class _Worker:
         return [None] * len(processes) if self._labelling is None else self._labelling.of(processes)
 
     def _encode(self, stretch: str, named: NamedStretch) -> Summary:
-        for _ in range(TRIES - 1):
-            with suppress(EncoderEnded):
-                return self._encode_once(stretch, named)
-        return self._encode_once(stretch, named)
+        """Has all sinks that send requests take a stretch.
 
-    def _encode_once(self, stretch: str, named: NamedStretch) -> Summary:
-        with Encoder(named, {name: self._sinks[name] for name in self._deliveries}) as encoder:
+        Raises:
+            AiflameError: It cannot be read, or no process comes to the end of it.
+        """
+        left = [*self._deliveries]
+        for pause_s in _ENCODE_AGAIN_S:
+            try:
+                return self._encode_once(stretch, named, left)
+            except (EncoderEnded, OSError) as error:  # as where memory is short for a moment
+                self._log.say_seldom("encode", f"stretch {stretch} is tried again: {error}")
+            if self._until_s is None:
+                time.sleep(pause_s)
+        return self._encode_once(stretch, named, left)
+
+    def _encode_once(self, stretch: str, named: NamedStretch, left: list[str]) -> Summary:
+        with Encoder(named, {name: self._sinks[name] for name in left}) as encoder:
             summary = encoder.summary()
-            for name, delivery in self._deliveries.items():
-                self._put(name, delivery, encoder, stretch, summary)
+            for name in [*left]:
+                self._put(name, encoder, stretch, summary)
+                left.remove(name)
             return summary
 
-    def _put(
-        self, name: str, delivery: Delivery, encoder: Encoder, stretch: str, summary: Summary
-    ) -> None:
+    def _put(self, name: str, encoder: Encoder, stretch: str, summary: Summary) -> None:
+        delivery = self._deliveries[name]
         try:
             delivery.put(encoder.requests(name), stretch)
-        except NotEncoded as error:  # of one sink; the others get theirs
-            self._log.say_seldom(f"{name} encode", f"sink {name}: {error}")
-            delivery.lose(summary.weights, f"cannot be encoded: {error.reason}")
+        except EncoderEnded:
+            raise
+        except Exception as error:  # of one sink; the others get theirs
+            self._log.say_seldom(f"{name} encode", f"sink {name}: {words_of(error)}")
+            reason = error.reason if isinstance(error, NotEncoded) else type(error).__name__
+            delivery.lose(summary.weights, f"cannot be encoded: {reason}")
 
     def _keep(self, name: str, sink: CaptureFiles, database: Path, started_unix_ns: int) -> None:
         try:

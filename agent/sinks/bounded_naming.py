@@ -18,6 +18,7 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Window
 from aiflame.agent.symbolize.namer import Namer
+from aiflame.agent.symbolize.raw_stacks import RawRow
 from aiflame.agent.symbolize.stacks import LEFT_OUT, NamedStack, UnnamedStack
 
 # Named at once: it takes 0.1 s. What a window says of processes is gone through for each.
@@ -37,6 +38,18 @@ def by_importance(window: Window) -> npt.NDArray[np.int64]:
     urgent = samples["stack"][samples["kind"] == SampleClass.ON_CPU]
     is_first = np.isin(stacks, np.concatenate([urgent, window.launches["stack"]]))
     found: npt.NDArray[np.int64] = np.lexsort((-weights.astype(np.int64), ~is_first))
+    return found
+
+
+def _most_important(window: Window) -> list[RawRow]:
+    """Returns the stacks of a window that are named in any case."""
+    addresses = np.ascontiguousarray(window.addresses).view("<u8")
+    found = []
+    for row in window.stacks[by_importance(window)[:NAMED_AT_ONCE]]:
+        first, kernel_depth = int(row["first"]), int(row["kernel_depth"])
+        last = first + kernel_depth + int(row["user_depth"])
+        process, end = int(row["process"]), int(row["stop_reason"])
+        found.append((0, process, kernel_depth, end, addresses[first:last].tobytes()))
     return found
 
 
@@ -60,6 +73,10 @@ class BoundedNamer:
     def losses(self) -> Counter[LossKind]:
         """What could not be named."""
         return self._namer.losses
+
+    def expect(self, windows: Sequence[Window]) -> None:
+        """Has the files of windows asked about together that are named next, one by one."""
+        self._namer.expect([(window, _most_important(window)) for window in windows])
 
     def name(self, window: Window, stacks: Sequence[UnnamedStack]) -> list[NamedStack]:
         """Names stacks of a window, in their order; LEFT_OUT those that there is no time for."""

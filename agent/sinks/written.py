@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import resource
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,6 +95,11 @@ class WrittenCapture:
             path.unlink(missing_ok=True)
             raise
         self._has_windows = False
+
+    def expect(self, windows: Sequence[Window]) -> None:
+        """Tells which windows are written next, one after another."""
+        if isinstance(self._namer, BoundedNamer):
+            self._namer.expect(windows)
 
     def put(self, window: Window) -> None:
         """Writes a window.

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,7 +39,7 @@ from aiflame.agent.python.walk import PythonFrame
 from aiflame.agent.symbolize.files import Files
 from aiflame.agent.symbolize.known_names import KnownNames, NamedAddress
 from aiflame.agent.symbolize.mapped import MappedProcess, by_process
-from aiflame.agent.symbolize.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
+from aiflame.agent.symbolize.raw_stacks import I64, KERNEL_OWNER, U64, RawRow, RawStacks
 from aiflame.agent.symbolize.recent import Recent
 from aiflame.agent.symbolize.splicing import (
     MappedInterpreter,
@@ -204,6 +204,28 @@ class Namer:
             found.append(named)
         return found
 
+    def expect(self, windows: Sequence[tuple[Window, Sequence[RawRow]]]) -> None:
+        """Asks about files for several windows at once: naming one by one asks for each anew.
+
+        Args:
+            windows: That are named next, each with some of its stacks.
+        """
+        new: defaultdict[int, set[int]] = defaultdict(set)
+        files: dict[int, tuple[str, str]] = {}
+        for window, rows in windows:
+            texts, mappings = window.texts, by_process(window.mappings)
+            for binary, path, build_id in window.binaries.tolist():
+                files[binary] = texts[path], texts[build_id]
+            raw = RawStacks.of_rows(rows)
+            for process in np.unique(raw.owners).tolist():
+                if process in mappings:
+                    mapped = self._mapped(process, mappings[process])
+                    addresses = raw.addresses[raw.owners == process]
+                    for key in zip(*_in_files(mapped, addresses), strict=True):
+                        if key not in self._locations and key not in self._known.of_files:
+                            new[key[0]].add(key[1])
+        self._asked(new, files.__getitem__)
+
     def _spliced(
         self,
         facts: _Facts,
@@ -356,28 +378,46 @@ class Namer:
         """Names addresses in binaries: those that are not known are asked for together."""
         known = self._known.of_files
         named: dict[tuple[int, int], NamedAddress | None] = {}
-        asked: list[tuple[int, list[int]]] = []
-        requests = []
+        new: dict[int, list[int]] = {}
         for binary, pairs in wanted.items():
             unnamed = {(binary, own) for own, _ in pairs if (binary, own) not in self._locations}
             named.update((key, known.find(key)) for key in unnamed)
-            new = sorted(own for _, own in unnamed if named[binary, own] is None)
-            if new:
-                file = self._files.open(binary, *facts.binary(binary))
-                path = "" if file.fd is None else f"/proc/{os.getpid()}/fd/{file.fd}"
-                requests.append(Request(path, file.root, np.array(new, np.uint64), str(binary)))
-                asked.append((binary, new))
-        for (binary, new), result in zip(asked, self._service.resolve_many(requests), strict=True):
-            answers = zip(new, result.frames, result.nameless_starts, strict=True)
-            for own, frames, nameless_start in answers:
-                answer = named[binary, own] = NamedAddress(frames, nameless_start)
-                if frames or nameless_start is not None:  # else it may be known later
-                    known.keep((binary, own), answer)
+            new[binary] = [own for _, own in unnamed if named[binary, own] is None]
+        named.update(self._asked(new, facts.binary))
         for binary, pairs in wanted.items():
             for own, index in pairs:
                 key = (binary, own)
                 make = partial(self._in_binary, facts, binary, own, named.get(key) or _NAMELESS)
                 locations[index] = self._locations.get(key, make)
+
+    def _asked(
+        self, new: Mapping[int, Collection[int]], file_of: Callable[[int], tuple[str, str]]
+    ) -> dict[tuple[int, int], NamedAddress]:
+        """Asks for names of addresses in files, and takes note of them.
+
+        Args:
+            new: Addresses by binary.
+            file_of: Returns path and build id of a binary.
+        """
+        asked: list[tuple[int, list[int]]] = []
+        requests = []
+        for binary, addresses in new.items():
+            if addresses:
+                wanted = sorted(addresses)
+                file = self._files.open(binary, *file_of(binary))
+                path = "" if file.fd is None else f"/proc/{os.getpid()}/fd/{file.fd}"
+                requests.append(Request(path, file.root, np.array(wanted, np.uint64), str(binary)))
+                asked.append((binary, wanted))
+        found: dict[tuple[int, int], NamedAddress] = {}
+        for (binary, wanted), result in zip(
+            asked, self._service.resolve_many(requests), strict=True
+        ):
+            answers = zip(wanted, result.frames, result.nameless_starts, strict=True)
+            for own, frames, nameless_start in answers:
+                answer = found[binary, own] = NamedAddress(frames, nameless_start)
+                if frames or nameless_start is not None:  # else it may be known later
+                    self._known.of_files.keep((binary, own), answer)
+        return found
 
     def _in_binary(
         self,
@@ -454,6 +494,16 @@ class Namer:
     def _mapped(self, process: int, rows: Rows) -> MappedProcess:
         key = (process, hashlib.blake2b(rows.tobytes(), digest_size=16).digest())
         return self._processes.get(key, partial(MappedProcess, rows))
+
+
+def _in_files(mapped: MappedProcess, addresses: U64) -> tuple[list[int], list[int]]:
+    """Returns those addresses that are in files: the binaries, and the addresses there."""
+    found = mapped.find(addresses)
+    is_there = found >= 0
+    rows = mapped.rows[found[is_there]]
+    own = addresses[is_there] - rows["bias"].astype(np.uint64)
+    is_in_file = rows["binary"] != NONE
+    return rows["binary"][is_in_file].tolist(), own[is_in_file].tolist()
 
 
 class _Facts:

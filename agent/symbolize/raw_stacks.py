@@ -21,6 +21,9 @@ U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+# (id, process, kernel depth, stop reason, addresses).
+RawRow = tuple[int, int, int, int, bytes]
+
 # How walks end that may go on elsewhere: at what they cannot read, or have no table of.
 _CUT_REASONS = (
     StopReason.NO_FRAME_POINTER,
@@ -55,8 +58,8 @@ class RawStacks:
     addresses: U64
 
     @classmethod
-    def of_rows(cls, rows: Sequence[tuple[int, int, int, int, bytes]]) -> RawStacks:
-        """Makes the arrays from (id, process, kernel depth, stop reason, addresses) rows."""
+    def of_rows(cls, rows: Sequence[RawRow]) -> RawStacks:
+        """Makes the arrays from rows."""
         lengths = np.array([len(row[4]) // 8 for row in rows], np.int64)
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         raw = np.frombuffer(b"".join(row[4] for row in rows), "<u8").astype(np.uint64)

@@ -8,7 +8,7 @@ and the caller shows `[module fn@0xstart]` where it is known where the function 
 
 Each failure costs only what it concerns and becomes a `Problem`. What no `except` can catch
 (crashes inside libraries, endless loops, memory) is the reason why recordings use `service`,
-which runs this class in a process for each binary (`worker`).
+which runs this class in a process for all files that one user can change (`worker`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class _Tables(NamedTuple):
     key: str
     symbols: SymbolTable
     lines: LineTable | None
-    own_bytes: float  # besides what is mapped from the cache
+    # What they take of memory and of the address space; infinite where something went wrong, which
+    # the next one to ask is to be told as well.
+    own_bytes: float
+    mapped_bytes: float
 
 
 class LoadedTables:
@@ -65,12 +68,19 @@ class LoadedTables:
 
     Args:
         most: How many.
-        own_bytes: Those that take more memory, besides what is mapped from the cache, are not kept.
+        own_bytes: Those that take more memory are not kept,
+        mapped_bytes: nor are those of which more is mapped from the cache.
     """
 
-    def __init__(self, most: int = _MAX_TABLES, own_bytes: float = math.inf) -> None:
+    def __init__(
+        self,
+        most: int = _MAX_TABLES,
+        own_bytes: float = math.inf,
+        mapped_bytes: float = math.inf,
+    ) -> None:
         self._most = most
         self._own_bytes = own_bytes
+        self._mapped_bytes = mapped_bytes
         self._tables: OrderedDict[tuple[str, bool], _Tables] = OrderedDict()
 
     def find(self, name: str, plain: bool) -> _Tables | None:
@@ -82,7 +92,7 @@ class LoadedTables:
 
     def keep(self, name: str, plain: bool, tables: _Tables) -> None:
         """Keeps them, instead of those that were asked for longest ago."""
-        if tables.own_bytes > self._own_bytes:
+        if tables.own_bytes > self._own_bytes or tables.mapped_bytes > self._mapped_bytes:
             return
         self._tables[name, plain] = tables
         if len(self._tables) > self._most:
@@ -253,9 +263,9 @@ class Resolver:
         if tables is None:
             if files[0].image.damage:
                 self._problem(LossKind.BAD_SYMBOL_TABLE, f"{label}: {files[0].image.damage}")
-            symbols, own_bytes = self._symbols(key, files, label)
+            symbols, own_bytes, mapped_bytes = self._symbols(key, files, label)
             lines, more_bytes = (None, 0.0) if plain else self._lines(key, files, label)
-            tables = _Tables(key, symbols, lines, own_bytes + more_bytes)
+            tables = _Tables(key, symbols, lines, own_bytes + more_bytes, mapped_bytes)
             self._tables.keep(name, plain, tables)
         return tables
 
@@ -263,30 +273,32 @@ class Resolver:
         self._store.remove(key + _TABLE_SUFFIX)
         self._tables.forget(key)
 
-    def _symbols(self, key: str, files: list[OpenElf], label: str) -> tuple[SymbolTable, float]:
-        """Returns a table, and what memory it has of its own."""
+    def _symbols(
+        self, key: str, files: list[OpenElf], label: str
+    ) -> tuple[SymbolTable, float, float]:
+        """Returns a table, what memory it has of its own, and what of it is mapped."""
         stored = self._stored_symbols(key)
         if stored is not None:
-            return stored, 0
+            return stored[0], 0, stored[1]
         try:
             table = SymbolTable.build([SymbolSource(file.image, file.file) for file in files])
         except BadElf as error:
             self._problem(LossKind.TOO_MANY_SYMBOLS, f"{label}: {error}")
-            return SymbolTable.build([]), 0
+            return SymbolTable.build([]), math.inf, 0
         except (BadTargetFile, ValueError, MemoryError) as error:
             self._problem(LossKind.BAD_SYMBOL_TABLE, f"{label}: {type(error).__name__}: {error}")
-            return SymbolTable.build([]), 0
+            return SymbolTable.build([]), math.inf, 0
         if self._store.write(key + _TABLE_SUFFIX, table.to_chunks()):
             # The mapped copy costs no memory of our own, and lets go of the target's file.
             stored = self._stored_symbols(key)
-        return (table, math.inf) if stored is None else (stored, 0)
+        return (table, math.inf, 0) if stored is None else (stored[0], 0, stored[1])
 
-    def _stored_symbols(self, key: str) -> SymbolTable | None:
+    def _stored_symbols(self, key: str) -> tuple[SymbolTable, int] | None:
         mapping = self._store.open(key + _TABLE_SUFFIX)
         if mapping is None:
             return None
         try:
-            return SymbolTable.from_mapping(mapping)
+            return SymbolTable.from_mapping(mapping), len(mapping)
         except CorruptCache:
             self._store.remove(key + _TABLE_SUFFIX)
             return None
@@ -308,10 +320,10 @@ class Resolver:
             table = LineTable.build(source, self._max_dwarf_bytes)
         except DebugInfoTooLarge as error:
             self._problem(LossKind.DEBUG_INFO_TOO_LARGE, f"{label}: {error}")
-            return None, 0
+            return None, math.inf
         except BadDebugInfo as error:
             self._problem(LossKind.BAD_DEBUG_INFO, f"{label}: {error}")
-            return None, 0
+            return None, math.inf
         chunks = table.to_chunks()
         if chunks:
             self._store.write(key + _LINES_SUFFIX, chunks)

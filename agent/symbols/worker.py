@@ -29,9 +29,10 @@ import re
 import resource
 import signal
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,10 +42,12 @@ from aiflame.agent.elf.contents import Contents
 from aiflame.agent.inspector.parser import (
     BadMessage,
     Channel,
+    FileGroup,
     Parser,
     Parsers,
     contents,
     end_as,
+    group_of,
 )
 from aiflame.agent.limits import limit_self
 from aiflame.agent.losses import LossKind
@@ -82,13 +85,14 @@ _MAX_QUESTIONS = 64
 # A mapped table keeps a descriptor, and one that an error refers to stays until it is collected.
 # A parser may have 64, and a request takes two or three.
 _COLLECT_REQUESTS = 8
-# Of binaries whose tables a parser has at hand: each keeps such a descriptor. Tables of lines are
-# copies, of up to 500 MB.
-_MAX_TABLES, _MAX_OWN_BYTES = 16, 1 << 20
+# Of binaries whose tables a parser has at hand: each keeps such a descriptor, and all together 2 MB
+# of memory and half of the address space. Tables of lines are copies, of up to 500 MB.
+_MAX_TABLES, _MAX_OWN_BYTES, _MAX_MAPPED_BYTES = 16, 1 << 17, 1 << 27
 
 _DIGEST_CHARACTERS = 32
-# A PyTorch process has some 150 binaries, a host a few thousand.
-_MAX_OUTLINES = 1 << 12
+# A PyTorch process has some 150 binaries, a host a few thousand. Real ones have a dozen parts: all
+# together take 10 MB.
+_MAX_OUTLINES, _MAX_KEPT_PARTS = 1 << 12, 32
 # What this process reads itself of a file: 1.5 GB for a digest, and the same for a copy.
 _MAX_FILE_BYTES = 4 << 30
 
@@ -198,7 +202,7 @@ class _RemoteAccess:
 
 def _parse(channel: Channel, timeout_s: float) -> None:
     """What a parser does: answers each request that it is sent with a binary."""
-    tables = LoadedTables(_MAX_TABLES, _MAX_OWN_BYTES)
+    tables = LoadedTables(_MAX_TABLES, _MAX_OWN_BYTES, _MAX_MAPPED_BYTES)
     for number in itertools.count(1):
         if number % _COLLECT_REQUESTS == 0:
             gc.collect()
@@ -230,7 +234,7 @@ def _parse(channel: Channel, timeout_s: float) -> None:
 
 
 def _parsed(access: _RemoteAccess, request: dict[str, Any], tables: LoadedTables) -> dict[str, Any]:
-    resolver = Resolver(access, tables=tables)
+    resolver = Resolver(access, tables=tables if access.identity else None)
     path, root, plain = request["path"], request["root"], request["plain"]
     answer: dict[str, Any] = {}
     if request["addresses"] is None:
@@ -265,6 +269,29 @@ def _in_memory(message: dict[str, Any]) -> BinaryIO:
     return file
 
 
+class _Outlines:
+    """What parsers said of files that stay as they are, the latest.
+
+    A parser is believed as far as its own files go: it may have been taken over, and names the
+    debug files that it is asked about.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[FileGroup, str], Outline] = OrderedDict()
+
+    def find(self, group: FileGroup | None, key: str) -> Outline | None:
+        """Returns what the parser of a group said of a file."""
+        return None if group is None else self._known.get((group, key))
+
+    def keep(self, group: FileGroup | None, key: str, outline: Outline) -> None:
+        """Keeps that."""
+        parts = () if outline.contents is None else outline.contents.parts
+        if group is not None and len(parts) <= _MAX_KEPT_PARTS:
+            self._known[group, key] = outline
+            if len(self._known) > _MAX_OUTLINES:
+                self._known.popitem(last=False)
+
+
 class _Files:
     """A binary and what may be its debug files, as their parser gets them.
 
@@ -272,7 +299,7 @@ class _Files:
         access: Opens files.
         parser: Reads what they are.
         known: Digests of files that were read before.
-        outlines: What parsers said of files that stay as they are, by their keys.
+        outlines: What was said of files before.
         copies: Whether the parser gets copies in any case.
         fd: Of the binary.
         inside: Its path inside the target's root.
@@ -291,7 +318,7 @@ class _Files:
         access: DirectAccess,
         parser: Parser,
         known: KnownTables,
-        outlines: dict[str, Outline],
+        outlines: _Outlines,
         copies: bool,
         fd: int,
         inside: str,
@@ -302,6 +329,8 @@ class _Files:
         self._known = known
         self._known_outlines = outlines
         self._copies = copies
+        self._own_fd = fd
+        self._group = group_of(fd)
         self._outlines: dict[int, Outline] = {}
         self.handed = [fd]
         self.candidates: list[Candidate] = []
@@ -375,14 +404,24 @@ class _Files:
         """
         if fd not in self._outlines:
             before = os.fstat(fd)
-            key = file_key(before)
-            found = self._known_outlines.get(key)
+            group = self._group if self._is_own(fd) else None
+            found = self._known_outlines.find(group, file_key(before))
             if found is None:
                 found = self._asked(fd)
-                if is_settled(before, fd) and len(self._known_outlines) < _MAX_OUTLINES:
-                    self._known_outlines[key] = found
+                if is_settled(before, fd):
+                    self._known_outlines.keep(group, file_key(before), found)
             self._outlines[fd] = found
         return self._outlines[fd]
+
+    def _is_own(self, fd: int) -> bool:
+        """Whether a file is one of those that its parser is for."""
+        if fd == self._own_fd:
+            return True
+        return self._group is not None and group_of(fd) == self._group
+
+    def _keep(self, before: os.stat_result, fd: int, digest: str) -> None:
+        if self._is_own(fd):  # else it is of what another's parser says of it
+            self._known.keep(before, fd, digest)
 
     def _asked(self, fd: int) -> Outline:
         self._parser.channel.send({}, [fd])
@@ -403,7 +442,7 @@ class _Files:
             before = os.fstat(fd)
             file, parts = self._parts(fd)
             digest = parts.digest(file).hex()
-            self._known.keep(before, fd, digest)
+            self._keep(before, fd, digest)
         return digest
 
     def _copied(self, fd: int) -> tuple[int, str]:
@@ -411,7 +450,7 @@ class _Files:
         file, parts = self._parts(fd)
         copy, digest = parts.copied(file)
         self._stack.callback(os.close, copy)
-        self._known.keep(before, fd, digest.hex())
+        self._keep(before, fd, digest.hex())
         return copy, digest.hex()
 
 
@@ -505,9 +544,10 @@ class Worker:
     def __init__(self, cache: Path | None, timeout_s: float) -> None:
         self._access = DirectAccess(cache)
         self._known = KnownTables(known_directory("symbols"))
-        self._outlines: dict[str, Outline] = {}
+        self._outlines = _Outlines()
         self._demangler = Demangler(forks=True)
-        self._parsers = Parsers(lambda channel: _parse(channel, timeout_s))
+        self._parse = partial(_parse, timeout_s=timeout_s)
+        self._parsers = Parsers(self._parse)
         self._peak_rss_bytes = 0
 
     def close(self) -> None:
@@ -550,28 +590,41 @@ class Worker:
         inside, root = self._access.path_inside(request["path"]), str(request["root"])
         with self._parsers.of(fd) as parser:
             try:
-                return self._parsed_by(parser, request, fd, inside, root)
+                for copies in (False, True):
+                    known = self._known, self._outlines
+                    with _Files(self._access, parser, *known, copies, fd, inside, root) as files:
+                        answer = self._parsed_by(parser, request, files, inside)
+                    if answer is not None:
+                        answer["problems"] += pack_problems(files.problems)
+                        return answer
             except (EOFError, ConnectionError):
                 end_as(parser.end() or 1)
-
-    def _parsed_by(
-        self, parser: Parser, request: dict[str, Any], fd: int, inside: str, root: str
-    ) -> dict[str, Any]:
-        for copies in (False, True):
-            known = self._known, self._outlines
-            with _Files(self._access, parser, *known, copies, fd, inside, root) as files:
-                opener = _Opener(self._access, files)
-                with _in_memory(request) as text:
-                    question = {"inside": inside, "digest": files.digest}
-                    parser.channel.send(question, [files.handed[0], text.fileno()])
-                answer = self._answer_of(parser, opener)
-                if answer is not None:
-                    answer["problems"] += pack_problems(files.problems)
-                    return answer
         raise BadMessage("copies that are none")
 
-    def _answer_of(self, parser: Parser, opener: _Opener) -> dict[str, Any] | None:
+    def _parsed_by(
+        self, parser: Parser, request: dict[str, Any], files: _Files, inside: str
+    ) -> dict[str, Any] | None:
+        """Has files parsed; returns None where their parser waits for copies.
+
+        What is stored is for whoever has the same bytes, also another user: it is made by a parser
+        that has seen no others.
+        """
+        if not files.are_copies or not self._access.store.usable:
+            return self._answer_of(parser, request, files, inside)
+        with Parser(self._parse) as fresh:
+            try:
+                return self._answer_of(fresh, request, files, inside)
+            except (EOFError, ConnectionError):
+                end_as(fresh.end() or 1)
+
+    def _answer_of(
+        self, parser: Parser, request: dict[str, Any], files: _Files, inside: str
+    ) -> dict[str, Any] | None:
         """Returns what a parser answers in the end; None where it waits for copies."""
+        opener = _Opener(self._access, files)
+        with _in_memory(request) as text:
+            question = {"inside": inside, "digest": files.digest}
+            parser.channel.send(question, [files.handed[0], text.fileno()])
         for _ in range(_MAX_QUESTIONS):
             answer = self._answered(parser, opener)
             if answer is not None or opener.is_in_vain:

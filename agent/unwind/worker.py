@@ -109,12 +109,15 @@ class _Builder:
                 stack.callback(os.close, copy)
                 name = table_name(build_id, digest)
                 if load(name, self._store) is None:
-                    self._make(parser, name, copy)
+                    self._make(name, copy)
             self._known.keep(before, fd, name)
             return name
 
-    def _make(self, parser: Parser, name: str, copy: int) -> None:
+    def _make(self, name: str, copy: int) -> None:
+        # The table is for whoever has the same bytes, also another user: its parser has seen no
+        # others.
         with contextlib.ExitStack() as stack:
+            parser = stack.enter_context(Parser(_parse))
             answer = os.memfd_create("table", os.MFD_CLOEXEC)
             stack.callback(os.close, answer)
             message = _asked(parser, {"name": name}, (copy, answer))

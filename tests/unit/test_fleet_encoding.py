@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import errno
+import gzip
+import importlib
+import json.scanner
 import os
 import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -17,7 +21,9 @@ import numpy as np
 import pytest
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError
-from aiflame.agent.fleet.delivery import Delivery
+from aiflame.agent.fleet import encoding
+from aiflame.agent.fleet import worker as worker_module
+from aiflame.agent.fleet.delivery import Delivery, State
 from aiflame.agent.fleet.encoding import Encoder, EncoderEnded, NamedStretch, NotEncoded
 from aiflame.agent.fleet.labelling import Labelling
 from aiflame.agent.fleet.log import Log
@@ -121,7 +127,6 @@ def test_requests_come_as_sinks_made_them(stretch: NamedStretch) -> None:
     on_cpu = profile.samples[profile.samples["klass"] == 0]
     assert summary.samples == int(on_cpu["count"].sum())
     assert summary.duration_ns == profile.recording.duration_ns
-    assert summary.started_unix_ns == profile.recording.started_unix_ns
     assert summary.losses == {loss.name: loss.count for loss in profile.losses}
     assert not _children()
 
@@ -148,19 +153,20 @@ def test_a_process_that_is_killed_is_noticed(stretch: NamedStretch) -> None:
     assert not _children()
 
 
-def test_locks_of_other_threads_hinder_nobody(stretch: NamedStretch) -> None:
-    # GIVEN a thread that imports, writes to the log and frees memory all the time, as senders do
+def test_locks_of_other_threads_hinder_nobody(
+    stretch: NamedStretch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a thread that imports, compresses and frees memory all the time, as senders do
     is_over = threading.Event()
 
     def disturb() -> None:
-        log = Log(os.open(os.devnull, os.O_WRONLY))
         while not is_over.is_set():
-            log.say_seldom("event", "words")
-            bytearray(1 << 20)
-            exec("import json, sqlite3, gzip")  # noqa: S102
+            importlib.reload(json.scanner)
+            gzip.compress(bytes(1 << 16))
 
     thread = threading.Thread(target=disturb)
     thread.start()
+    monkeypatch.setattr(encoding, "_MOST_S", 20.0)  # whoever waits for a lock is killed
     # WHEN stretches are encoded THEN they are
     try:
         for _ in range(20):
@@ -172,6 +178,11 @@ def test_locks_of_other_threads_hinder_nobody(stretch: NamedStretch) -> None:
         thread.join()
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_ENCODE_AGAIN_S", (0.0, 0.0))
+
+
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[Log]:
     descriptor = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
@@ -179,11 +190,28 @@ def log(tmp_path: Path) -> Iterator[Log]:
     os.close(descriptor)
 
 
+def _sent(
+    stretch: NamedStretch, folder: Path, sinks: Mapping[str, _Sink], log: Log
+) -> tuple[bytes, dict[str, State]]:
+    """Sends a stretch; returns what is told of it, and how its deliveries do."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        worker = _Worker(folder, theirs, cast(Naming, None), _Lateness(), log)
+        worker._labelling = cast(Labelling, _OneLabelling())
+        for name, sink in sinks.items():
+            worker._sinks[name] = sink
+            worker._deliveries[name] = Delivery(sink, folder / name, 10**9, log)
+        (folder / "1").mkdir()
+        worker._send(folder / "1", stretch.database, 0, 0)
+        said = ours.recv(1 << 16)
+    return said, {name: delivery.state() for name, delivery in worker._deliveries.items()}
+
+
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_what_is_killed_is_tried_again_and_nothing_is_queued_twice(
     stretch: NamedStretch, tmp_path: Path, log: Log, times: int
 ) -> None:
-    # GIVEN two back-ends, the second of which is killed while it encodes, so often
+    # GIVEN three back-ends: one cannot encode it, and one is killed while it does, so often
     tries = tmp_path / "tries"
 
     def is_killed_at_first(batches: Sequence[Batch]) -> Iterator[Request]:
@@ -193,21 +221,49 @@ def test_what_is_killed_is_tried_again_and_nothing_is_queued_twice(
             if file.tell() <= times:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        worker = _Worker(tmp_path, theirs, cast(Naming, None), _Lateness(), log)
-        worker._labelling = cast(Labelling, _OneLabelling())
-        for name, sink in (("a", _Sink(_two)), ("b", _Sink(is_killed_at_first))):
-            worker._sinks[name] = sink
-            worker._deliveries[name] = Delivery(sink, tmp_path / name, 10**9, log)
-        folder = tmp_path / "1"
-        folder.mkdir()
-        # WHEN a stretch is sent
-        worker._send(folder, stretch.database, 0, 0)
-        said = ours.recv(1 << 16)
-    # THEN each has all of it once; after the third time it is given up, and the first has it
-    waiting = [worker._deliveries[name].state().waiting_requests for name in ("a", "b")]
-    assert waiting == ([2, 0] if times == 3 else [2, 2])
+    sinks = {"a": _Sink(_two), "bad": _Sink(_fails), "b": _Sink(is_killed_at_first)}
+    # WHEN a stretch is sent
+    said, states = _sent(stretch, tmp_path, sinks, log)
+    # THEN each has all of it once, and what is lost is counted once; after the third time it is
+    # given up, and the first has it
+    waiting = [states[name].waiting_requests for name in sinks]
+    assert waiting == ([2, 0, 0] if times == 3 else [2, 0, 2])
+    weights = int(small_profile().samples["count"].sum())
+    assert states["bad"].dropped_samples == {"cannot be encoded: ValueError": weights}
     assert (b'"lost"' if times == 3 else b'"done"') in said
     assert not stretch.database.exists()
     assert not _children()
+
+
+def test_where_nothing_can_be_forked_it_is_tried_again(
+    stretch: NamedStretch, tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork, failures = os.fork, [errno.ENOMEM, errno.EAGAIN]
+
+    def fails_at_first() -> int:
+        if failures:
+            raise OSError(failures[0], os.strerror(failures.pop()))
+        return fork()
+
+    monkeypatch.setattr(os, "fork", fails_at_first)
+    said, states = _sent(stretch, tmp_path, {"a": _Sink(_two)}, log)
+    assert b'"done"' in said
+    assert states["a"].waiting_requests == 2
+
+
+def test_a_spool_that_fails_costs_no_other_back_end(
+    stretch: NamedStretch, tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = Delivery.put
+
+    def fails(delivery: Delivery, requests: Iterator[Request], stretch: str = "") -> None:
+        if delivery._folder.name == "a":
+            next(requests)
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        put(delivery, requests, stretch)
+
+    monkeypatch.setattr(Delivery, "put", fails)
+    said, states = _sent(stretch, tmp_path, {"a": _Sink(_two), "b": _Sink(_two)}, log)
+    assert b'"done"' in said
+    assert states["a"].dropped_samples.keys() == {"cannot be encoded: OSError"}
+    assert states["b"].waiting_requests == 2

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,12 +19,14 @@ from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.stretches import Stretches
 from aiflame.agent.fleet.worker import _Lateness, _Stretch
 from aiflame.agent.inspector.fork_server import ForkServer
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.window import COLUMNS, Window
 from aiflame.agent.sinks.bounded_naming import BoundedNamer
 from aiflame.agent.sinks.written import Naming, WrittenCapture
 from aiflame.agent.symbolize.files import GivenFiles
 from aiflame.agent.symbols.file_facts import FileFacts
-from aiflame.agent.symbols.service import SymbolService
+from aiflame.agent.symbols.frames import Problem, SourceFrame
+from aiflame.agent.symbols.service import Request, Result, SymbolService
 from aiflame.agent.target_files import FileGuard
 from pushes import totals_of
 from windows import RandomRecording
@@ -190,3 +194,58 @@ def test_a_stretch_that_cannot_be_named_late_stays_without_names(
     other.take(other.windows)
     assert found == other.sums()
     assert "stays without names" in (tmp_path / "log").read_text()
+
+
+class _Names:
+    """Gives every address of a file a name."""
+
+    problems: tuple[Problem, ...] = ()
+    peak_rss_bytes = 0
+
+    def __init__(self) -> None:
+        self.losses: Counter[LossKind] = Counter()
+        self.asked: list[tuple[str, int]] = []
+        self.requests = 0
+
+    def resolve_many(self, requests: Sequence[Request]) -> Iterator[Result]:
+        for request in requests:
+            self.requests += 1
+            addresses = request.addresses.tolist()
+            self.asked += [(request.file, address) for address in addresses]
+            frames = [
+                (SourceFrame(f"{request.file} {address}", "", 0, False),) for address in addresses
+            ]
+            yield Result(request, frames, [None] * len(frames))
+
+    def resolve_generated(self, *_: object) -> list[str | None]:
+        return [None] * len(cast(Any, _[-1]))
+
+
+def _with_all_mapped(window: Window) -> Window:
+    mappings = window.mappings.copy()
+    mappings["start"], mappings["end"] = 0, 1 << 47
+    return replace(window, mappings=mappings)
+
+
+def test_files_are_asked_about_once_for_all_windows_that_wait(tmp_path: Path, log: Log) -> None:
+    # GIVEN nine windows, which are named as they come, or later together
+    found, services = [], []
+    with closing(ForkServer()) as server, closing(FileFacts(server, FileGuard())) as file_facts:
+        for thrift in (1, 16):
+            service = _Names()
+            naming = Naming(GivenFiles(), cast(SymbolService, service), file_facts, lambda _: None)
+            agent = _Agent(tmp_path / f"{thrift}", naming, log)
+            agent.lateness.thrift = thrift
+            agent.take([*map(_with_all_mapped, agent.windows)])
+            agent.stretch.finish()
+            profile = read_capture(agent.stretch.database)
+            found.append((profile.functions, profile.frames.tolist(), profile.stacks))
+            services.append(service)
+    # THEN they have the same names,
+    assert found[0][:2] == found[1][:2]
+    assert found[0][2].frames.tolist() == found[1][2].frames.tolist()
+    # for which each file is asked about once, and not once a window.
+    prompt, late = services
+    assert sorted(late.asked) == sorted(prompt.asked)
+    assert late.requests == len({file for file, _ in late.asked})
+    assert prompt.requests > late.requests > 0

@@ -118,11 +118,30 @@ def test_stacks_are_sent_once_and_again_when_they_have_to_be(
     is_sent = True
     assert "stacks" in tables(0)
     assert "stacks" not in tables(1)
-    # WHEN a day has passed, or a week has begun, or the server refused them: they are
+    # WHEN a day has passed, or a week has begun: they are
     now[0] = 86_401.0
     assert "stacks" in tables(2)
     assert "stacks" not in tables(3)
     assert "stacks" in tables(7 * 24 * 60)
+
+
+def test_what_an_agent_sends_that_another_has_encoded_is_known(
+    server: tuple[StandIn, Server],
+) -> None:
+    # GIVEN requests that wait since an agent ended, the second of a version that told no ids
+    _, address = server
+    first, second = ([*ClickHouseSink(address).encode([_batch(small_profile())])] for _ in "12")
+    later = ClickHouseSink(address)
+    for request in second:
+        head, _, rows = request.body.partition(b"\n")
+        body = b" ".join(head.split(b" ")[:2]) + b"\n" + rows
+        later.send(Request(body, request.begin_unix_ns, request.samples))
+    # THEN what that has sent is not known to be there,
+    assert next(later.encode([_batch(small_profile(), 1)])).body.startswith(b"stacks ")
+    # WHEN the first are sent THEN it is.
+    for request in first:
+        later.send(request)
+    assert not next(later.encode([_batch(small_profile(), 1)])).body.startswith(b"stacks ")
 
 
 @pytest.mark.parametrize(

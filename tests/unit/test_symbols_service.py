@@ -22,6 +22,7 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols import protocol
 from aiflame.agent.symbols import service as service_module
 from aiflame.agent.symbols.frames import Resolved
+from aiflame.agent.symbols.known import is_settled
 from aiflame.agent.symbols.service import Request, SymbolService
 from elfbytes import Elf, Symbol
 from recordings import children_of
@@ -437,9 +438,11 @@ def test_a_binary_that_is_written_over_has_its_new_names(tmp_path: Path, has_cac
     # GIVEN a binary of which a worker has the tables at hand
     request = binary(tmp_path, "first")
     with SymbolService(tmp_path / "cache" if has_cache else None) as service:
+        before = Path(request.path).stat()
+        with Path(request.path).open("rb") as file:
+            wait_until(lambda: is_settled(before, file.fileno()))
         for _ in range(2):
             assert names(service, request) == [[["first()"], []]]
-        before = Path(request.path).stat()
         # WHEN it is written over in its place, and looks as old as it did
         other = binary(tmp_path, "other")
         Path(request.path).write_bytes(Path(other.path).read_bytes())
@@ -483,6 +486,33 @@ def test_a_binary_finds_no_tables_of_another_in_the_cache(tmp_path: Path) -> Non
         assert all("it got nothing" in problem.detail for problem in service.problems)
         assert len(service.problems) == 2
     assert stored.read_bytes() == before
+
+
+_TAKEN_OVER_WORKER = """\
+import os, sys
+from aiflame.agent.symbols import resolve, worker
+from aiflame.agent.symbols.table import SymbolTable
+sound, build = resolve.Resolver._load, SymbolTable.build
+def load(self, path, root, plain):
+    if "evil" in os.path.basename(self._access.path_inside(path) or path):
+        SymbolTable.build = classmethod(lambda cls, sources: build([]))
+    return sound(self, path, root, plain)
+resolve.Resolver._load = load
+worker.main(sys.argv[1:])
+"""
+
+
+def test_a_parser_that_was_taken_over_makes_no_tables_for_others(tmp_path: Path) -> None:
+    # GIVEN a binary that takes its parser over, and a copy of another user's beside it
+    script = tmp_path / "taken_over_worker.py"
+    script.write_text(_TAKEN_OVER_WORKER)
+    evil, copy, cache = binary(tmp_path, "evil"), binary(tmp_path, "one"), tmp_path / "cache"
+    with SymbolService(cache, command=(sys.executable, str(script))) as service:
+        names(service, evil)
+        names(service, evil, copy)
+    # THEN whoever has the same bytes has the names that are in them
+    with SymbolService(cache) as service:
+        assert names(service, copy) == [[["one()"], []]]
 
 
 def test_a_forked_worker_that_is_idle_ends_and_the_next_is_as_good(tmp_path: Path) -> None:
