@@ -186,8 +186,9 @@ class Delivery:
                 else:
                     no_room += one.samples
         except BaseException:
-            for one in aside:
-                self._aside(one).unlink(missing_ok=True)
+            with suppress(OSError):  # what it was is told
+                for one in aside:
+                    self._aside(one).unlink(missing_ok=True)
             raise
         if no_room:
             self.lose(no_room, "no room on the disk")

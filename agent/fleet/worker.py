@@ -74,8 +74,9 @@ _PROMPT_S = 600.0
 _ANSWER_S = 15.0
 # Of paths in one report, which has 64 KB in all: one of 4,096 characters may be 24 KB there.
 _PATHS_BYTES = 1 << 15
-# What forks or kills the process that encodes may be over then: memory that is short.
-_ENCODE_AGAIN_S = (1.0, 10.0)
+# What kills the process that encodes may be over then, as where memory is short; an agent that ends
+# has 10 s for all.
+_ENCODE_AGAIN_S = (1.0, 4.0)
 # What is left for ending, of the time until the end.
 _ENDING_S = 0.5
 
@@ -143,12 +144,14 @@ class _Stretch:
                 *(self.database, waiting[0].start_ns, facts, self._naming),
                 keep=partial(keep_kernel_file, self.folder),
             )
-        if len(waiting) > 1:
-            self._capture.expect(waiting)
-        for window in waiting:
-            self._capture.put(window)
-            self._jit_symbols.put(window, self._capture.jit_symbols)
-            if self._capture.jit_symbols:
+        with self._capture.expecting(waiting):
+            self._put(waiting, self._capture)
+
+    def _put(self, windows: Sequence[Window], capture: WrittenCapture) -> None:
+        for window in windows:
+            capture.put(window)
+            self._jit_symbols.put(window, capture.jit_symbols)
+            if capture.jit_symbols:
                 self._lateness.prompt_until_s = time.monotonic() + _PROMPT_S
 
     def _leave_names(self, error: Exception) -> None:
@@ -410,8 +413,7 @@ class _Worker:
                 return self._encode_once(stretch, named, left)
             except (EncoderEnded, OSError) as error:  # as where memory is short for a moment
                 self._log.say_seldom("encode", f"stretch {stretch} is tried again: {error}")
-            if self._until_s is None:
-                time.sleep(pause_s)
+            time.sleep(pause_s)
         return self._encode_once(stretch, named, left)
 
     def _encode_once(self, stretch: str, named: NamedStretch, left: list[str]) -> Summary:

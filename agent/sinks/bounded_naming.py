@@ -41,18 +41,6 @@ def by_importance(window: Window) -> npt.NDArray[np.int64]:
     return found
 
 
-def _most_important(window: Window) -> list[RawRow]:
-    """Returns the stacks of a window that are named in any case."""
-    addresses = np.ascontiguousarray(window.addresses).view("<u8")
-    found = []
-    for row in window.stacks[by_importance(window)[:NAMED_AT_ONCE]]:
-        first, kernel_depth = int(row["first"]), int(row["kernel_depth"])
-        last = first + kernel_depth + int(row["user_depth"])
-        process, end = int(row["process"]), int(row["stop_reason"])
-        found.append((0, process, kernel_depth, end, addresses[first:last].tobytes()))
-    return found
-
-
 class BoundedNamer:
     """Names the first of the stacks of each window, for as long as there is time.
 
@@ -74,9 +62,9 @@ class BoundedNamer:
         """What could not be named."""
         return self._namer.losses
 
-    def expect(self, windows: Sequence[Window]) -> None:
-        """Has the files of windows asked about together that are named next, one by one."""
-        self._namer.expect([(window, _most_important(window)) for window in windows])
+    def expect(self, windows: Sequence[tuple[Window, Sequence[RawRow]]]) -> None:
+        """As `Namer.expect`."""
+        self._namer.expect(windows)
 
     def name(self, window: Window, stacks: Sequence[UnnamedStack]) -> list[NamedStack]:
         """Names stacks of a window, in their order; LEFT_OUT those that there is no time for."""

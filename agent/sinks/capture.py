@@ -40,6 +40,7 @@ from aiflame.agent.sinks.names import MAX_INTEGER, Names
 from aiflame.agent.sinks.open_times import OpenTimes, keys_of
 from aiflame.agent.sinks.told_kernels import ToldKernels
 from aiflame.agent.symbolize.mapped import by_process, laid_over
+from aiflame.agent.symbolize.raw_stacks import RawRow
 from aiflame.agent.symbolize.stacks import KERNEL_CUT, LEFT_OUT, NamedStack, UnnamedStack
 
 U32 = npt.NDArray[np.uint32]
@@ -237,6 +238,31 @@ class CaptureSink:
                     if (known := binaries[binary]) is not None
                 ],
             )
+
+    def unnamed(self, windows: Sequence[Window]) -> list[tuple[Window, list[RawRow]]]:
+        """Returns, with each of some windows, the stacks that are named first once it is put.
+
+        Args:
+            windows: That are put next, one after another.
+        """
+        seen: set[int] = set()
+        found = []
+        for window in windows:
+            addresses = np.ascontiguousarray(window.addresses).view("<u8")
+            rows: list[RawRow] = []
+            for row in window.stacks[by_importance(window)]:
+                stack = int(row["stack"])
+                if stack in seen or self._find(stack)[1] is _Known.WHOLE:
+                    continue
+                seen.add(stack)
+                first, depth = int(row["first"]), int(row["kernel_depth"])
+                last = first + depth + int(row["user_depth"])
+                process, end = int(row["process"]), int(row["stop_reason"])
+                rows.append((0, process, depth, end, addresses[first:last].tobytes()))
+                if len(rows) == NAMED_AT_ONCE:
+                    break
+            found.append((window, rows))
+        return found
 
     def _put_stacks(self, window: Window) -> None:
         addresses = np.ascontiguousarray(window.addresses).view("<u8")

@@ -96,10 +96,17 @@ class WrittenCapture:
             raise
         self._has_windows = False
 
-    def expect(self, windows: Sequence[Window]) -> None:
-        """Tells which windows are written next, one after another."""
-        if isinstance(self._namer, BoundedNamer):
-            self._namer.expect(windows)
+    @contextlib.contextmanager
+    def expecting(self, windows: Sequence[Window]) -> Iterator[None]:
+        """While windows are written one after another: files are asked about once for all."""
+        if len(windows) < 2 or not isinstance(self._namer, BoundedNamer):
+            yield
+            return
+        self._namer.expect(self._sink.unnamed(windows))
+        try:
+            yield
+        finally:
+            self._namer.expect(())
 
     def put(self, window: Window) -> None:
         """Writes a window.

@@ -143,6 +143,7 @@ class Namer:
         self._headers: Recent[int, Headers | None] = Recent(*_FILES)
         self._interpreters: Recent[int, Interpreter | None] = Recent(*_FILES)
         self._processes: Recent[tuple[int, bytes], MappedProcess] = Recent(*_PROCESSES)
+        self._expected: dict[tuple[int, int], NamedAddress] = {}
         self._losses: Counter[LossKind] = Counter()
         self.jit_symbols: dict[tuple[int, int], str] = {}
 
@@ -208,7 +209,7 @@ class Namer:
         """Asks about files for several windows at once: naming one by one asks for each anew.
 
         Args:
-            windows: That are named next, each with some of its stacks.
+            windows: That are named next, each with some of its stacks; none once they are.
         """
         new: defaultdict[int, set[int]] = defaultdict(set)
         files: dict[int, tuple[str, str]] = {}
@@ -224,7 +225,7 @@ class Namer:
                     for key in zip(*_in_files(mapped, addresses), strict=True):
                         if key not in self._locations and key not in self._known.of_files:
                             new[key[0]].add(key[1])
-        self._asked(new, files.__getitem__)
+        self._expected = self._asked(new, files.__getitem__)
 
     def _spliced(
         self,
@@ -381,7 +382,7 @@ class Namer:
         new: dict[int, list[int]] = {}
         for binary, pairs in wanted.items():
             unnamed = {(binary, own) for own, _ in pairs if (binary, own) not in self._locations}
-            named.update((key, known.find(key)) for key in unnamed)
+            named.update((key, known.find(key) or self._expected.get(key)) for key in unnamed)
             new[binary] = [own for _, own in unnamed if named[binary, own] is None]
         named.update(self._asked(new, facts.binary))
         for binary, pairs in wanted.items():

@@ -5,7 +5,7 @@ The digest of a file's contents takes a quarter of a second for the largest libr
 recording would have to take it anew. A file on a local file system that has the same device, inode,
 length and times is the same: the time of the last change is the kernel's to set, and no file system
 of another user's is local. Whoever owns the file can get around that, and gains a wrong table for
-that very file: nothing is stored under a name that comes from here.
+that very file, or for another of theirs: nothing is stored under a name that comes from here.
 
 It is kept in a directory in memory, which is empty after a boot.
 """

@@ -57,8 +57,9 @@ class _Tables(NamedTuple):
     key: str
     symbols: SymbolTable
     lines: LineTable | None
-    # What they take of memory and of the address space; infinite where something went wrong, which
-    # the next one to ask is to be told as well.
+    problems: tuple[Problem, ...]
+    # What they take of memory and of the address space; infinite where that is not known, or where
+    # another try may do better.
     own_bytes: float
     mapped_bytes: float
 
@@ -234,7 +235,10 @@ class Resolver:
     def _load(self, path: str, root_path: str, plain: bool) -> _Tables | None:
         identity = self._access.identity
         known = self._tables.find(identity, plain) if identity else None
-        return self._read(path, root_path, plain) if known is None else known
+        if known is None:
+            return self._read(path, root_path, plain)
+        self.problems += known.problems
+        return known
 
     def _read(self, path: str, root_path: str, plain: bool) -> _Tables | None:
         try:
@@ -261,11 +265,13 @@ class Resolver:
         name = self._access.identity or key
         tables = self._tables.find(name, plain)
         if tables is None:
+            before = len(self.problems)
             if files[0].image.damage:
                 self._problem(LossKind.BAD_SYMBOL_TABLE, f"{label}: {files[0].image.damage}")
             symbols, own_bytes, mapped_bytes = self._symbols(key, files, label)
             lines, more_bytes = (None, 0.0) if plain else self._lines(key, files, label)
-            tables = _Tables(key, symbols, lines, own_bytes + more_bytes, mapped_bytes)
+            problems = tuple(self.problems[before:])
+            tables = _Tables(key, symbols, lines, problems, own_bytes + more_bytes, mapped_bytes)
             self._tables.keep(name, plain, tables)
         return tables
 
@@ -284,10 +290,10 @@ class Resolver:
             table = SymbolTable.build([SymbolSource(file.image, file.file) for file in files])
         except BadElf as error:
             self._problem(LossKind.TOO_MANY_SYMBOLS, f"{label}: {error}")
-            return SymbolTable.build([]), math.inf, 0
+            return SymbolTable.build([]), 0, 0
         except (BadTargetFile, ValueError, MemoryError) as error:
             self._problem(LossKind.BAD_SYMBOL_TABLE, f"{label}: {type(error).__name__}: {error}")
-            return SymbolTable.build([]), math.inf, 0
+            return SymbolTable.build([]), math.inf if isinstance(error, MemoryError) else 0, 0
         if self._store.write(key + _TABLE_SUFFIX, table.to_chunks()):
             # The mapped copy costs no memory of our own, and lets go of the target's file.
             stored = self._stored_symbols(key)
@@ -320,10 +326,10 @@ class Resolver:
             table = LineTable.build(source, self._max_dwarf_bytes)
         except DebugInfoTooLarge as error:
             self._problem(LossKind.DEBUG_INFO_TOO_LARGE, f"{label}: {error}")
-            return None, math.inf
+            return None, 0
         except BadDebugInfo as error:
             self._problem(LossKind.BAD_DEBUG_INFO, f"{label}: {error}")
-            return None, math.inf
+            return None, 0
         chunks = table.to_chunks()
         if chunks:
             self._store.write(key + _LINES_SUFFIX, chunks)

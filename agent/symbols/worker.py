@@ -30,7 +30,7 @@ import resource
 import signal
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,6 @@ from aiflame.agent.elf.contents import Contents
 from aiflame.agent.inspector.parser import (
     BadMessage,
     Channel,
-    FileGroup,
     Parser,
     Parsers,
     contents,
@@ -269,25 +268,34 @@ def _in_memory(message: dict[str, Any]) -> BinaryIO:
     return file
 
 
-class _Outlines:
-    """What parsers said of files that stay as they are, the latest.
+class _Remembered:
+    """What was found out of files that stay as they are, the latest: outlines and digests.
 
-    A parser is believed as far as its own files go: it may have been taken over, and names the
-    debug files that it is asked about.
+    A parser may have been taken over, and names the debug files that it is asked about: it is
+    believed for those files alone that it is for.
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[FileGroup, str], Outline] = OrderedDict()
+        self._known: OrderedDict[tuple[Hashable, str], tuple[Outline, str]] = OrderedDict()
 
-    def find(self, group: FileGroup | None, key: str) -> Outline | None:
-        """Returns what the parser of a group said of a file."""
-        return None if group is None else self._known.get((group, key))
+    def outline(self, of: Hashable, key: str) -> Outline | None:
+        """Returns what a parser said of a file.
 
-    def keep(self, group: FileGroup | None, key: str, outline: Outline) -> None:
+        Args:
+            of: Whose files it is for.
+            key: Of the file.
+        """
+        return self._known[of, key][0] if (of, key) in self._known else None
+
+    def digest(self, of: Hashable, key: str) -> str:
+        """Returns the digest of the parts that it named, "" where that was not taken."""
+        return self._known[of, key][1] if (of, key) in self._known else ""
+
+    def keep(self, of: Hashable, key: str, outline: Outline, digest: str = "") -> None:
         """Keeps that."""
         parts = () if outline.contents is None else outline.contents.parts
-        if group is not None and len(parts) <= _MAX_KEPT_PARTS:
-            self._known[group, key] = outline
+        if len(parts) <= _MAX_KEPT_PARTS:
+            self._known[of, key] = outline, digest
             if len(self._known) > _MAX_OUTLINES:
                 self._known.popitem(last=False)
 
@@ -299,7 +307,7 @@ class _Files:
         access: Opens files.
         parser: Reads what they are.
         known: Digests of files that were read before.
-        outlines: What was said of files before.
+        remembered: What was found out of files before.
         copies: Whether the parser gets copies in any case.
         fd: Of the binary.
         inside: Its path inside the target's root.
@@ -318,7 +326,7 @@ class _Files:
         access: DirectAccess,
         parser: Parser,
         known: KnownTables,
-        outlines: _Outlines,
+        remembered: _Remembered,
         copies: bool,
         fd: int,
         inside: str,
@@ -327,10 +335,12 @@ class _Files:
         self._access = access
         self._parser = parser
         self._known = known
-        self._known_outlines = outlines
+        self._remembered = remembered
         self._copies = copies
         self._own_fd = fd
         self._group = group_of(fd)
+        # A parser of one file alone is believed of that.
+        self._of: Hashable = self._group or file_key(os.fstat(fd))
         self._outlines: dict[int, Outline] = {}
         self.handed = [fd]
         self.candidates: list[Candidate] = []
@@ -374,7 +384,7 @@ class _Files:
         store = self._access.store
         if not store.usable:
             return ""
-        known = [self._known.name(fd) for fd in fds]
+        known = [self._known_digest(fd) for fd in fds]
         if all(known):  # there were some; where they are gone, their parser asks for them in vain
             return _joined(known)
         if all(self._parts(fd)[1].is_small for fd in fds):
@@ -404,12 +414,11 @@ class _Files:
         """
         if fd not in self._outlines:
             before = os.fstat(fd)
-            group = self._group if self._is_own(fd) else None
-            found = self._known_outlines.find(group, file_key(before))
+            found = self._remembered.outline(self._of, file_key(before))
             if found is None:
                 found = self._asked(fd)
                 if is_settled(before, fd):
-                    self._known_outlines.keep(group, file_key(before), found)
+                    self._remembered.keep(self._of, file_key(before), found)
             self._outlines[fd] = found
         return self._outlines[fd]
 
@@ -419,9 +428,14 @@ class _Files:
             return True
         return self._group is not None and group_of(fd) == self._group
 
+    def _known_digest(self, fd: int) -> str:
+        return self._known.name(fd) or self._remembered.digest(self._of, file_key(os.fstat(fd)))
+
     def _keep(self, before: os.stat_result, fd: int, digest: str) -> None:
         if self._is_own(fd):  # else it is of what another's parser says of it
             self._known.keep(before, fd, digest)
+        elif is_settled(before, fd):
+            self._remembered.keep(self._of, file_key(before), self._outline(fd), digest)
 
     def _asked(self, fd: int) -> Outline:
         self._parser.channel.send({}, [fd])
@@ -437,7 +451,7 @@ class _Files:
         return TargetFile(fd, max_bytes=_MAX_FILE_BYTES), parts
 
     def _digest(self, fd: int) -> str:
-        digest = self._known.name(fd)
+        digest = self._known_digest(fd)
         if not digest:
             before = os.fstat(fd)
             file, parts = self._parts(fd)
@@ -464,15 +478,17 @@ class _Opener:
     Args:
         access: Has the cache.
         files: What the parser has, and may have.
+        may_store: Whether what it makes is stored.
 
     Attributes:
         is_in_vain: Whether the parser was told to wait for copies of its files.
     """
 
-    def __init__(self, access: DirectAccess, files: _Files) -> None:
+    def __init__(self, access: DirectAccess, files: _Files, *, may_store: bool) -> None:
         self._access = access
         self._store: Store = access.store
         self._files = files
+        self._may_store = may_store
         self.is_in_vain = False
 
     def answer(self, channel: Channel, message: dict[str, Any], fds: list[int]) -> None:
@@ -524,7 +540,7 @@ class _Opener:
 
     def _write(self, channel: Channel, message: dict[str, Any], fds: list[int]) -> None:
         name, is_written = self._name(message), False
-        if self._files.digest and self._files.are_copies:
+        if self._files.digest and self._may_store:
             is_written = self._store.write(name, contents(fds[0], _MAX_CACHE_FILE_BYTES))
         channel.send({"written": is_written})
 
@@ -544,7 +560,8 @@ class Worker:
     def __init__(self, cache: Path | None, timeout_s: float) -> None:
         self._access = DirectAccess(cache)
         self._known = KnownTables(known_directory("symbols"))
-        self._outlines = _Outlines()
+        self._remembered = _Remembered()
+        self._made: OrderedDict[str, None] = OrderedDict()  # digests of what was made
         self._demangler = Demangler(forks=True)
         self._parse = partial(_parse, timeout_s=timeout_s)
         self._parsers = Parsers(self._parse)
@@ -591,7 +608,7 @@ class Worker:
         with self._parsers.of(fd) as parser:
             try:
                 for copies in (False, True):
-                    known = self._known, self._outlines
+                    known = self._known, self._remembered
                     with _Files(self._access, parser, *known, copies, fd, inside, root) as files:
                         answer = self._parsed_by(parser, request, files, inside)
                     if answer is not None:
@@ -609,19 +626,38 @@ class Worker:
         What is stored is for whoever has the same bytes, also another user: it is made by a parser
         that has seen no others.
         """
-        if not files.are_copies or not self._access.store.usable:
-            return self._answer_of(parser, request, files, inside)
-        with Parser(self._parse) as fresh:
+        fresh = self._fresh(files)
+        if fresh is None:
+            return self._answer_of(parser, request, files, inside, may_store=False)
+        with fresh:
             try:
-                return self._answer_of(fresh, request, files, inside)
+                answer = self._answer_of(fresh, request, files, inside, may_store=True)
             except (EOFError, ConnectionError):
                 end_as(fresh.end() or 1)
+        self._made[files.digest] = None
+        if len(self._made) > _MAX_OUTLINES:
+            self._made.popitem(last=False)
+        return answer
+
+    def _fresh(self, files: _Files) -> Parser | None:
+        """Returns a parser whose tables are stored; None where there are to be none, or no room."""
+        if not files.are_copies or not self._access.store.usable or files.digest in self._made:
+            return None
+        with contextlib.suppress(OSError):
+            return Parser(self._parse)
+        return None
 
     def _answer_of(
-        self, parser: Parser, request: dict[str, Any], files: _Files, inside: str
+        self,
+        parser: Parser,
+        request: dict[str, Any],
+        files: _Files,
+        inside: str,
+        *,
+        may_store: bool,
     ) -> dict[str, Any] | None:
         """Returns what a parser answers in the end; None where it waits for copies."""
-        opener = _Opener(self._access, files)
+        opener = _Opener(self._access, files, may_store=may_store)
         with _in_memory(request) as text:
             question = {"inside": inside, "digest": files.digest}
             parser.channel.send(question, [files.handed[0], text.fileno()])

@@ -15,7 +15,7 @@ from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import NO_STACK, Window
-from aiflame.agent.sinks import bounded_naming
+from aiflame.agent.sinks import bounded_naming, capture
 from aiflame.agent.sinks.bounded_naming import BoundedNamer, by_importance
 from aiflame.agent.sinks.capture import CaptureSink
 from aiflame.agent.symbolize.stacks import NamedStack, UnnamedStack
@@ -141,3 +141,23 @@ def test_time_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         profile = read_capture(writer.path)
         sums.append(np.bincount(profile.samples["klass"], profile.samples["ns"]).tolist())
     assert sums[0] == sums[1]
+
+
+def test_what_is_named_next_is_what_is_not_known_yet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # GIVEN windows that have most of their stacks in common
+    first, *others = RandomRecording(11).windows(8)
+    sink = CaptureSink(CaptureWriter(tmp_path / "one.aiflame"), namer=_bounded(_Namer(), None))
+    sink.put(first)
+    known = {*first.stacks["stack"].tolist()}
+    expected = []
+    for window in others:
+        new = {*window.stacks["stack"].tolist()} - known
+        known |= new
+        expected.append(len(new))
+    assert sum(expected) < sum(len(window.stacks) for window in others)
+    # THEN each is named with the first of them, and those that matter most
+    assert [len(rows) for _, rows in sink.unnamed(others)] == expected
+    monkeypatch.setattr(capture, "NAMED_AT_ONCE", 1)
+    assert all(len(rows) <= 1 for _, rows in sink.unnamed(others))

@@ -242,7 +242,8 @@ def test_where_nothing_can_be_forked_it_is_tried_again(
 
     def fails_at_first() -> int:
         if failures:
-            raise OSError(failures[0], os.strerror(failures.pop()))
+            number = failures.pop()
+            raise OSError(number, os.strerror(number))
         return fork()
 
     monkeypatch.setattr(os, "fork", fails_at_first)

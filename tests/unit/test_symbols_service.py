@@ -507,8 +507,12 @@ def test_a_parser_that_was_taken_over_makes_no_tables_for_others(tmp_path: Path)
     script = tmp_path / "taken_over_worker.py"
     script.write_text(_TAKEN_OVER_WORKER)
     evil, copy, cache = binary(tmp_path, "evil"), binary(tmp_path, "one"), tmp_path / "cache"
-    with SymbolService(cache, command=(sys.executable, str(script))) as service:
+    before = Path(evil.path).stat()
+    with Path(evil.path).open("rb") as file:
+        wait_until(lambda: is_settled(before, file.fileno()))
+    with SymbolService(cache) as service:  # its tables are there: no other parser makes them
         names(service, evil)
+    with SymbolService(cache, command=(sys.executable, str(script))) as service:
         names(service, evil, copy)
     # THEN whoever has the same bytes has the names that are in them
     with SymbolService(cache) as service:

@@ -11,7 +11,7 @@ from aiflame.agent.inspector.parser import Channel, Parser, group_of
 from aiflame.agent.symbols.debugfiles import Candidate
 from aiflame.agent.symbols.known import KnownTables, file_key, is_settled
 from aiflame.agent.symbols.resolve import DirectAccess
-from aiflame.agent.symbols.worker import _Files, _Outlines
+from aiflame.agent.symbols.worker import _Files, _Remembered
 from elfbytes import Elf, Symbol
 from support import wait_until
 
@@ -35,18 +35,20 @@ def test_what_a_parser_says_of_a_file_of_others_is_not_kept(tmp_path: Path) -> N
         def candidates(self, *_: str) -> Iterator[Candidate]:
             yield Candidate(str(other), True, os.dup(fds[1]))
 
-    known, outlines = KnownTables(tmp_path / "known"), _Outlines()
+    known, remembered = KnownTables(tmp_path / "known"), _Remembered()
     access = Access(tmp_path / "cache")
     # WHEN it is asked
     with (
         Parser(lie) as parser,
-        _Files(access, parser, known, outlines, False, fds[0], "", "") as files,
+        _Files(access, parser, known, remembered, False, fds[0], "", "") as files,
     ):
         assert len(files.handed) == 2
-        # THEN its own file is what it says, and nothing is kept of the other.
-        keys = [file_key(os.fstat(fd)) for fd in fds]
-        found = [outlines.find(group_of(fd), key) for fd, key in zip(fds, keys, strict=True)]
-        assert [outline is not None for outline in found] == [True, False]
-        assert [bool(known.name(fd)) for fd in fds] == [True, False]
+    # THEN whoever has its files is told both again, and others nothing of the other
+    own_key, other_key = (file_key(os.fstat(fd)) for fd in fds)
+    assert remembered.outline(group_of(fds[0]), own_key) is not None
+    assert remembered.digest(group_of(fds[0]), other_key)
+    assert remembered.outline(other_key, other_key) is None
+    assert not remembered.digest(other_key, other_key)
+    assert [bool(known.name(fd)) for fd in fds] == [True, False]
     for fd in fds:
         os.close(fd)
