@@ -20,11 +20,13 @@ _PATIENCE_S = 60
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CachedTables]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     (tmp_path / "run").mkdir()
-    binaries = BinaryTable(blind_inspector())
+    inspector = blind_inspector()
+    binaries = BinaryTable(inspector)
     made = CachedTables(binaries, ElfImages(binaries), tmp_path / "cache")
     yield made
     made.close()
     binaries.close()
+    inspector.server.close()
 
 
 def _wait(tables: CachedTables) -> None:

@@ -98,11 +98,26 @@ def stretch(tmp_path: Path) -> NamedStretch:
     return NamedStretch(tmp_path / "stretch.aiflame", [_OURS] * len(profile.processes))
 
 
-def _children() -> str:
-    return Path("/proc/thread-self/children").read_text()
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes that were forked."""
+    found: list[int] = []
+    fork = os.fork
+
+    def note() -> int:
+        pid = fork()
+        found.append(pid)
+        return pid
+
+    monkeypatch.setattr(os, "fork", note)
+    return found
 
 
-def test_requests_come_as_sinks_made_them(stretch: NamedStretch) -> None:
+def _are_gone(forked: Sequence[int]) -> bool:
+    return bool(forked) and not any(Path(f"/proc/{pid}").exists() for pid in forked)
+
+
+def test_requests_come_as_sinks_made_them(stretch: NamedStretch, forked: list[int]) -> None:
     # GIVEN three sinks, one of which fails, and what another had is not asked for to its end
     sinks = {"two": _Sink(_two), "bad": _Sink(_fails), "labels": _Sink(_labels_in_words)}
     profile = small_profile()
@@ -128,7 +143,7 @@ def test_requests_come_as_sinks_made_them(stretch: NamedStretch) -> None:
     assert summary.samples == int(on_cpu["count"].sum())
     assert summary.duration_ns == profile.recording.duration_ns
     assert summary.losses == {loss.name: loss.count for loss in profile.losses}
-    assert not _children()
+    assert _are_gone(forked)
 
 
 def test_who_is_left_out_is_in_no_request(stretch: NamedStretch) -> None:
@@ -144,13 +159,13 @@ def test_a_capture_that_cannot_be_read_is_told(stretch: NamedStretch) -> None:
         encoder.summary()
 
 
-def test_a_process_that_is_killed_is_noticed(stretch: NamedStretch) -> None:
+def test_a_process_that_is_killed_is_noticed(stretch: NamedStretch, forked: list[int]) -> None:
     with Encoder(stretch, {"killed": _Sink(_is_killed)}) as encoder:
         encoder.summary()
         found = []
         with pytest.raises(EncoderEnded):
             found += encoder.requests("killed")
-    assert not _children()
+    assert _are_gone(forked)
 
 
 def test_locks_of_other_threads_hinder_nobody(
@@ -209,7 +224,7 @@ def _sent(
 
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_what_is_killed_is_tried_again_and_nothing_is_queued_twice(
-    stretch: NamedStretch, tmp_path: Path, log: Log, times: int
+    stretch: NamedStretch, tmp_path: Path, log: Log, forked: list[int], times: int
 ) -> None:
     # GIVEN three back-ends: one cannot encode it, and one is killed while it does, so often
     tries = tmp_path / "tries"
@@ -232,7 +247,7 @@ def test_what_is_killed_is_tried_again_and_nothing_is_queued_twice(
     assert states["bad"].dropped_samples == {"cannot be encoded: ValueError": weights}
     assert (b'"lost"' if times == 3 else b'"done"') in said
     assert not stretch.database.exists()
-    assert not _children()
+    assert _are_gone(forked)
 
 
 def test_where_nothing_can_be_forked_it_is_tried_again(
