@@ -87,15 +87,19 @@ class _Stretch:
     Args:
         folder: Of its segments.
         naming: Gives names.
-        lateness: Of these.
+        files: What it opens.
+        lateness: Of names.
         log: Takes a line for each event.
     """
 
-    def __init__(self, folder: Path, naming: Naming, lateness: _Lateness, log: Log) -> None:
+    def __init__(
+        self, folder: Path, naming: Naming, files: GivenFiles, lateness: _Lateness, log: Log
+    ) -> None:
         self.folder = folder
         self.database = folder / _DATABASE
         self.cpu_ns = self.rss_bytes = 0
         self._naming: Naming | None = naming
+        self._files = files
         self._lateness = lateness
         self._log = log
         self._following = FollowedWindows(folder)
@@ -119,6 +123,7 @@ class _Stretch:
                 self.rss_bytes = max(self.rss_bytes, window.cost.rss_bytes)
                 self._waiting.append(window)
                 self._waiting_bytes += sum(window.rows(name).nbytes for name in COLUMNS)
+                self._files.hold(True)
                 is_much = self._waiting_bytes > _MOST_WAITING_BYTES
                 if is_much or not self._lateness.may_wait(self._waiting):
                     self._put_waiting()
@@ -146,6 +151,7 @@ class _Stretch:
             )
         with self._capture.expecting(waiting):
             self._put(waiting, self._capture)
+        self._files.hold(False)
 
     def _put(self, windows: Sequence[Window], capture: WrittenCapture) -> None:
         for window in windows:
@@ -158,6 +164,7 @@ class _Stretch:
         self._log.say_seldom("naming", f"a stretch stays without names: {words_of(error)}")
         self._naming = None
         self._waiting.clear()
+        self._files.hold(False)
 
     def finish(self) -> None:
         """Completes its capture.
@@ -189,6 +196,7 @@ class _Worker:
         directory: Path,
         channel: socket.socket,
         naming: Naming,
+        files: GivenFiles,
         lateness: _Lateness,
         log: Log,
     ) -> None:
@@ -197,6 +205,7 @@ class _Worker:
         self._lost: Counter[LossKind] = Counter()  # of earlier stretches
         self._channel = channel
         self._naming = naming
+        self._files = files
         self._lateness = lateness
         self._log = log
         self._config: AgentConfig | None = None
@@ -213,7 +222,8 @@ class _Worker:
             self._configure(config_of(message["config"]))
         elif "stretch" in message:
             folder = Path(message["stretch"])
-            self._stretch = _Stretch(folder, self._naming, self._lateness, self._log)
+            naming = self._naming
+            self._stretch = _Stretch(folder, naming, self._files, self._lateness, self._log)
         elif "windows" in message and self._stretch is not None:
             self._stretch.take(int(message["windows"]), self._labelling)
             give_back_freed_memory()  # a tenth of what it has, for a millisecond
@@ -549,7 +559,7 @@ def main(directory: Path, helper_bytes: int, requests: int) -> None:
     ):
         lateness = _Lateness()
         naming = Naming(files, service, file_facts, lateness.budget_s)
-        worker = _Worker(directory, channel, naming, lateness, Log())
+        worker = _Worker(directory, channel, naming, files, lateness, Log())
         for message in messages(channel, files):
             worker.take(message)
             service.poll()

@@ -44,21 +44,39 @@ class Files(Protocol):
         """Returns where the perf map of a process is, None where that is not known."""
 
 
+# Descriptors of files that nobody maps any more: a program that builds and loads some all the time
+# must not use up those of all others.
+_MOST_HELD = 256
+
+
 class GivenFiles:
     """Files that the recorder has open, and hands over."""
 
     def __init__(self) -> None:
         self._files: dict[int, OpenFile] = {}
         self._processes: dict[int, JitProcess] = {}
+        self._is_held = False
+        self._forgotten: set[int] = set()
 
     def add(self, binary: int, file: OpenFile) -> None:
         """Takes a file over."""
-        self.forget(binary)
+        self._forgotten.discard(binary)
+        _close([self._files.pop(binary, NO_FILE)])
         self._files[binary] = file
 
     def forget(self, binary: int) -> None:
-        """Closes a file that nobody maps any more."""
-        _close([self._files.pop(binary, NO_FILE)])
+        """Closes a file that nobody maps any more, at once or when no window waits."""
+        if self._is_held and len(self._forgotten) < _MOST_HELD:
+            self._forgotten.add(binary)
+        else:
+            _close([self._files.pop(binary, NO_FILE)])
+
+    def hold(self, is_held: bool) -> None:
+        """Tells whether windows wait for their names, which may mention what is forgotten now."""
+        self._is_held = is_held
+        if not is_held:
+            _close([self._files.pop(binary, NO_FILE) for binary in self._forgotten])
+            self._forgotten.clear()
 
     def add_process(self, process: int, jit: JitProcess) -> None:
         """Takes note of a process that makes code."""

@@ -32,6 +32,7 @@ from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.profile import SPAN_DTYPE, Process
 from aiflame.agent.sinks.requests import Request
 from aiflame.agent.sinks.written import Naming
+from aiflame.agent.symbolize.files import GivenFiles
 from bench.large import write_capture
 from profiles import RECORDING, small_profile
 
@@ -211,7 +212,7 @@ def _sent(
     """Sends a stretch; returns what is told of it, and how its deliveries do."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        worker = _Worker(folder, theirs, cast(Naming, None), _Lateness(), log)
+        worker = _Worker(folder, theirs, cast(Naming, None), GivenFiles(), _Lateness(), log)
         worker._labelling = cast(Labelling, _OneLabelling())
         for name, sink in sinks.items():
             worker._sinks[name] = sink

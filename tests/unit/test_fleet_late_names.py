@@ -23,7 +23,7 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.model.window import COLUMNS, Window
 from aiflame.agent.sinks.bounded_naming import BoundedNamer
 from aiflame.agent.sinks.written import Naming, WrittenCapture
-from aiflame.agent.symbolize.files import GivenFiles
+from aiflame.agent.symbolize.files import GivenFiles, OpenFile
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.symbols.frames import Problem, SourceFrame
 from aiflame.agent.symbols.service import Request, Result, SymbolService
@@ -57,7 +57,8 @@ class _Agent:
         self.windows = RandomRecording(3).windows(9)
         self.written = Stretches(folder, log).begin(_FACTS, self.windows[0])
         self.lateness, self.labels = _Lateness(), _Labels()
-        self.stretch = _Stretch(self.written.folder, naming, self.lateness, log)
+        files = cast(GivenFiles, naming.files)
+        self.stretch = _Stretch(self.written.folder, naming, files, self.lateness, log)
 
     def take(self, windows: Sequence[Window]) -> None:
         for window in windows:
@@ -251,3 +252,27 @@ def test_files_are_asked_about_once_for_all_windows_that_wait(tmp_path: Path, lo
     assert any(address % 4 == 0 for _, address in late.asked)
     assert late.requests == len({file for file, _ in late.asked})
     assert prompt.requests > late.requests > 0
+
+
+def test_files_that_nobody_maps_any_more_stay_for_windows_that_wait(
+    tmp_path: Path, naming: Naming, log: Log, named: list[int]
+) -> None:
+    # GIVEN two files, one of which nobody maps any more while windows wait for their names
+    files = cast(GivenFiles, naming.files)
+    for binary in (0, 1):
+        files.add(binary, OpenFile(os.open(os.devnull, os.O_RDONLY), ""))
+    agent = _Agent(tmp_path, naming, log)
+    agent.lateness.thrift = 16
+    agent.take(agent.windows[:4])
+    files.forget(0)
+    # THEN it is open until they have them, also where that fails
+    assert (named, files.open(0, "", "").fd is None) == ([], False)
+    agent.stretch.name()
+    assert (named, files.open(0, "", "").fd is None) == ([0, 1, 2, 3], True)
+    assert files.open(1, "", "").fd is not None
+    agent.take(agent.windows[4:])
+    files.forget(1)
+    assert files.open(1, "", "").fd is not None
+    agent.stretch._leave_names(ValueError())
+    assert files.open(1, "", "").fd is None
+    agent.stretch.finish()

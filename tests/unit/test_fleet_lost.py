@@ -20,6 +20,7 @@ from aiflame.agent.fleet.worker import _Lateness, _Worker, in_parts
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.captures import CaptureFiles
 from aiflame.agent.sinks.written import Naming
+from aiflame.agent.symbolize.files import GivenFiles
 
 _S = 1_000_000_000
 
@@ -29,7 +30,9 @@ def worker(tmp_path: Path) -> Iterator[_Worker]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     descriptor = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     with ours, theirs:
-        yield _Worker(tmp_path, theirs, cast(Naming, None), _Lateness(), Log(descriptor))
+        yield _Worker(
+            tmp_path, theirs, cast(Naming, None), GivenFiles(), _Lateness(), Log(descriptor)
+        )
     os.close(descriptor)
 
 
@@ -75,7 +78,7 @@ def test_names_have_less_time_the_less_the_agent_does_of_all(tmp_path: Path) -> 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     log = Log(os.open(os.devnull, os.O_WRONLY))
     with ours, theirs:
-        worker = _Worker(tmp_path, theirs, cast(Naming, None), lateness, log)
+        worker = _Worker(tmp_path, theirs, cast(Naming, None), GivenFiles(), lateness, log)
         # As long as they take,
         assert lateness.budget_s(window) is None
         # of a window of 5 s a fiftieth, and a hundredth,
