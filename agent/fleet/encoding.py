@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stretches are read as a whole and encoded in a process that ends.
 
-As a whole, a stretch takes as much memory as all that the process that names keeps; and what is
-freed of it there stays between that, for ever. So that one is forked: the fork has the sinks and
-the labels, writes requests to a pipe, each a line of JSON with its body after it, and ends.
+As a whole, a stretch takes as much memory as all that the naming process keeps, and Python gives
+little of that back: it lies between objects that stay. So the naming process is forked. The fork
+has the sinks and the labels, writes requests to a pipe, each a line of JSON with its body after it,
+and ends.
 
-No other thread is in a fork, but locks that these held are: it takes none that they may have.
+Of the threads, only the one that forks is in the fork, but all locks are, as they were: it takes
+none that another thread may have held.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NoReturn
 
 from aiflame.agent.capture.reader import read_capture
@@ -34,8 +35,8 @@ from aiflame.agent.sinks.requests import Request, RequestSink
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 _PROCESS_NAME = b"aiflame encodes"  # 15 bytes at most
 
-# Ten thousand times what a stretch takes on a host that does nothing else: whoever is not done by
-# then waits for what never comes.
+# A thousand times what a stretch takes where the processors have nothing else to do: whoever is not
+# done by then waits for what never comes.
 _MOST_S = 900.0
 
 
@@ -118,12 +119,7 @@ class Encoder:
     def __enter__(self) -> Encoder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pipe.close()
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
