@@ -379,7 +379,8 @@ class SegmentReader:
             if name in _PARTS:
                 continue
             if name not in self._shared:
-                columns[name] = new[name]
+                # A window that waits for its names would keep all that is decoded with it.
+                columns[name] = new[name].copy()
                 continue
             added = new[name]
             if column.parts:
