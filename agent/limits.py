@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import resource
 
+from aiflame.agent import kernelfs
+
 
 def limit_self(*limits: tuple[int, int]) -> None:
     """Lowers limits of this process and what it starts, for good.
@@ -18,6 +20,19 @@ def limit_self(*limits: tuple[int, int]) -> None:
         _, hard = resource.getrlimit(which)
         value = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(which, (value, value))
+
+
+def more_memory(most: int) -> tuple[int, int]:
+    """Returns the limit under which this process may have so much memory more than it has.
+
+    What a fork has from whoever forked it is in the kernel's count (mm->data_vm, which RLIMIT_DATA
+    limits), and is not its own as long as it does not write to it.
+
+    Args:
+        most: In bytes.
+    """
+    pages = int(kernelfs.read_text("/proc/self/statm").split()[5])  # proc_pid_statm(5): data
+    return resource.RLIMIT_DATA, most + pages * resource.getpagesize()
 
 
 def room_hint() -> str:

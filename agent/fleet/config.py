@@ -119,8 +119,8 @@ class AgentSettings:
         150 * 10**6,
         least=50 * 10**6,
     )
-    # A table of libtorch_cpu, 430 MB of file, takes between 400 and 512 MB for two seconds. Python
-    # and numpy alone have 60 MB: with 64 MB an interpreter has no table any more.
+    # Besides what it shares with what it was forked from. A table of libtorch_cpu, 430 MB of file,
+    # takes between 340 and 380 MB for two seconds, one of an interpreter 5 to 15.
     helper_memory: int = setting(
         Kind.BYTES,
         "what one that reads a file may have: files that need more are refused",

@@ -48,7 +48,7 @@ from aiflame.agent.inspector.parser import (
     end_as,
     group_of,
 )
-from aiflame.agent.limits import limit_self
+from aiflame.agent.limits import limit_self, more_memory
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.debugfiles import Candidate
 from aiflame.agent.symbols.frames import Problem, RawFrame, Resolved, clean_name
@@ -725,7 +725,7 @@ def main(arguments: list[str]) -> None:
     """Run with the arguments of the command line: cache, bytes of memory, seconds a request."""
     cache, memory_bytes, timeout_s, *data_bytes = arguments
     _limit_self(int(memory_bytes))
-    limit_self(*((resource.RLIMIT_DATA, int(limit)) for limit in data_bytes))
+    limit_self(*(more_memory(int(limit)) for limit in data_bytes))
     worker = Worker(Path(cache) if cache else None, float(timeout_s))
     gc.freeze()  # forks share what is there, as long as it is not written to
     with contextlib.suppress(BrokenPipeError):

@@ -6,7 +6,7 @@ cache, or why there is none. This process opens files, copies what a table is ma
 the cache. It makes nothing of a file's bytes but a digest: parsers without rights tell it which
 parts a table is made of, and make the table of the copy (`inspector.parser`). One that dies takes
 this process with it, and is started again; a file costs only itself. It may be given a limit of the
-memory of its own that it may have (RLIMIT_DATA): a file that needs more has no table.
+memory that it may have besides what it was forked with: a file that needs more has no table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import capstone  # noqa: F401 - parsers use it, and cannot open its files
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.inspector.parser import BadMessage, Channel, Parser, Parsers, contents, end_as
-from aiflame.agent.limits import limit_self
+from aiflame.agent.limits import limit_self, more_memory
 from aiflame.agent.symbols.known import KnownTables, known_directory
 from aiflame.agent.symbols.outline import Outline, checked, read_outline
 from aiflame.agent.symbols.store import Store
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str]) -> None:
     limit_self(
         (resource.RLIMIT_AS, _MAX_MEMORY_BYTES),
         (resource.RLIMIT_CORE, 0),
-        *((resource.RLIMIT_DATA, int(limit)) for limit in limits),
+        *(more_memory(int(limit)) for limit in limits),
     )
     builder = _Builder(Path(cache))
     gc.freeze()  # forks share what is there, as long as it is not written to

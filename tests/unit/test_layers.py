@@ -54,7 +54,7 @@ _MAY_IMPORT = {
     "demangle": {"inspector", "kernelfs", "limits"},
     "errors": set(),
     "kernelfs": set(),
-    "limits": set(),
+    "limits": {"kernelfs"},
     "losses": set(),
     "loopback": set(),
     "model": {"losses"},
