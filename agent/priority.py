@@ -155,9 +155,7 @@ def _become_real_time() -> bool:
     if threading.current_thread() is threading.main_thread():
         # Else its signal would end the recorder.
         signal.signal(signal.SIGXCPU, _limit_reached)
-        hard = _RTTIME[1]
-        soft = _LIMIT_US if hard == resource.RLIM_INFINITY else min(_LIMIT_US, hard)
-        resource.setrlimit(resource.RLIMIT_RTTIME, (soft, hard))
+        limit_real_time()
     try:
         policy = os.SCHED_RR | os.SCHED_RESET_ON_FORK
         os.sched_setscheduler(0, policy, os.sched_param(_LOWEST_REAL_TIME))
@@ -165,6 +163,16 @@ def _become_real_time() -> bool:
         return False
     _real_time.add(threading.get_native_id())
     return True
+
+
+def limit_real_time() -> None:
+    """Has the kernel send SIGXCPU to whoever is real-time for too long at a stretch.
+
+    It is for this process, and for those that it begins.
+    """
+    hard = _RTTIME[1]
+    soft = _LIMIT_US if hard == resource.RLIM_INFINITY else min(_LIMIT_US, hard)
+    resource.setrlimit(resource.RLIMIT_RTTIME, (soft, hard))
 
 
 def _set_ordinary(thread: int) -> None:

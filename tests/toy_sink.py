@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A back-end for tests: requests are the sums of a stretch in JSON, over plain HTTP.
 
-`python toy_sink.py agent ARGUMENTS` is `aiflame agent` with this sink, `worker` its other process,
-and `receive PORT FOLDER` the server, which writes each request into a file.
+`python toy_sink.py agent ARGUMENTS` is `aiflame agent` with this sink, and `receive PORT FOLDER`
+the server, which writes each request into a file.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import urllib.error
 import urllib.request
@@ -18,8 +19,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-from aiflame.agent.fleet import naming
+from aiflame.agent.fleet import naming, worker
 from aiflame.agent.fleet.sinks import SINKS
+from aiflame.agent.inspector.fork_server import Program
 from aiflame.agent.model.batch import Batch
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
@@ -115,16 +117,20 @@ def _receive(port: int, folder: Path) -> None:
     HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
-if __name__ == "__main__":
+def run(arguments: Sequence[str]) -> None:
+    """The process of an agent that names and sends."""
     SINKS["toy"] = "toy_sink"
-    naming.COMMAND = (sys.executable, __file__, "worker")
+    worker.run(arguments)
+
+
+if __name__ == "__main__":
+    # Of a fork server that is started again.
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    SINKS["toy"] = "toy_sink"
+    naming.PROGRAM = Program("naming", "toy_sink:run", ("toy_sink",))
     verb, *arguments = sys.argv[1:]
     if verb == "receive":
         _receive(int(arguments[0]), Path(arguments[1]))
-    elif verb == "worker":
-        from aiflame.agent.fleet.worker import main
-
-        main(Path(arguments[0]), *map(int, arguments[1:]))
     else:
         from aiflame.agent.cli import main as command_line
 

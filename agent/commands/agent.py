@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from aiflame.agent.commands import agent_capture
 from aiflame.agent.devices.choice import ChooseFamilies, choose_families
 from aiflame.agent.errors import UsageError
-from aiflame.agent.fleet.config import all_settings, flag_of, load
+from aiflame.agent.fleet.config import AgentConfig, all_settings, flag_of, load
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.settings import Kind, Refusals
 
@@ -108,24 +109,29 @@ def run(args: argparse.Namespace, choose: ChooseFamilies = choose_families) -> i
         if args.directory is None and (flags or args.config is not None):
             args.directory = load(args.config, flags, os.environ).agent.directory
         return agent_capture.run(args)
-    config = load(args.config, flags, os.environ)
     if args.check_config:
-        for warning in config.warnings:
-            sys.stderr.write(f"warning: {warning}\n")
-        refusals = Refusals()
-        for name, settings in config.sinks.items():
-            with refusals.taken():
-                sink_module(name).make(settings, config.agent.node_name)
-        refusals.tell()
-        sys.stdout.write(config.toml())
-        return 0
-    from aiflame.agent.fleet.agent import run_agent  # not to check a configuration
+        return _check(load(args.config, flags, os.environ))
+    from aiflame.agent.fleet.agent import begin_fork_server, run_agent  # not to check
     from aiflame.agent.fleet.log import Log
 
-    return run_agent(
-        config,
-        lambda: load(args.config, flags, os.environ),
-        choose,
-        args.command_words,
-        Log(),
-    )
+    with closing(begin_fork_server()) as server:
+        return run_agent(
+            server,
+            load(args.config, flags, os.environ),
+            lambda: load(args.config, flags, os.environ),
+            choose,
+            args.command_words,
+            Log(),
+        )
+
+
+def _check(config: AgentConfig) -> int:
+    for warning in config.warnings:
+        sys.stderr.write(f"warning: {warning}\n")
+    refusals = Refusals()
+    for name, settings in config.sinks.items():
+        with refusals.taken():
+            sink_module(name).make(settings, config.agent.node_name)
+    refusals.tell()
+    sys.stdout.write(config.toml())
+    return 0

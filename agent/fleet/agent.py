@@ -14,13 +14,13 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from aiflame.agent import __version__, priority
+from aiflame.agent import __version__, priority, rights
 from aiflame.agent.allocator import give_back_freed_memory, map_large_blocks
 from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
 from aiflame.agent.devices.choice import AUTO, NONE, ChooseFamilies
@@ -42,6 +42,7 @@ from aiflame.agent.fleet.host_checks import (
 )
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.memory import MemoryBudget, measure
+from aiflame.agent.fleet.naming import PROGRAM as NAMING
 from aiflame.agent.fleet.naming import NamingProcess
 from aiflame.agent.fleet.notify import ServiceManager
 from aiflame.agent.fleet.prepared import PreparedHelpers
@@ -142,7 +143,29 @@ class _Lock:
         os.close(self._descriptor)
 
 
+def begin_fork_server() -> ForkServer:
+    """Forks from this process what all others of the agent but its openers are forked from.
+
+    They share its modules with it, as far as none of them writes to these: together they have 13
+    to 15 MB less (OVERHEAD.md). To be called before a configuration is read, for that may have
+    secrets.
+    """
+    server = ForkServer()
+    server.begin_here(_begin_forking)
+    if server.pids:  # else one is started once this process is what it has to be like
+        server.expect(NAMING)
+    return server
+
+
+def _begin_forking() -> None:
+    descriptors.raise_limit()
+    os.umask(_PRIVATE)
+    rights.keep_only(rights.USED)
+    priority.limit_real_time()
+
+
 def run_agent(
+    server: ForkServer,
     config: AgentConfig,
     reload: Callable[[], AgentConfig],
     choose: ChooseFamilies,
@@ -152,6 +175,7 @@ def run_agent(
     """Records until a signal; returns the exit code.
 
     Args:
+        server: Forks what reads files, and what names.
         config: What to do.
         reload: Reads the configuration again; it may raise UsageError.
         choose: Which device families `gpu` means.
@@ -181,7 +205,7 @@ def run_agent(
         give_up_rights()
         target = target_of_all()
         priority.hurry()
-        foundation = parts.enter_context(Foundation(_for_programs(settings, target)))
+        foundation = parts.enter_context(Foundation(_for_programs(settings, target), server))
         signals = parts.enter_context(AgentSignals())
         end_in_time(signals, log)
         steers = _steers(settings)
@@ -220,7 +244,7 @@ def run_agent(
         agent = _Agent(
             *(config, reload, recorder, signals, stretches, facts, log, vitals, captures, steers),
             prepared,
-            foundation.inspector.server,
+            server,
         )
         parts.callback(agent.close)
         give_back_freed_memory()  # programs and tables are in the kernel
@@ -496,9 +520,9 @@ class _Agent:
         if self._naming is not None:
             self._naming.pump()
             self._hear(self._naming)
-            code = self._naming.exit_code()
-            if code is not None:
-                self._log.say(f"the process that names and sends has ended: {_ending(code)}")
+            ending = self._naming.ended()
+            if ending:
+                self._log.say_seldom(ending, f"the process that names and sends {ending}")
                 self._naming.close()
                 self._naming = None
         elif time.monotonic() >= self._restart_at_s:
@@ -611,11 +635,3 @@ class _Agent:
 def _with_fixed(new: AgentSettings, old: AgentSettings) -> AgentSettings:
     """Returns new settings but for those that take a restart."""
     return replace(new, **{key: getattr(old, key) for key in NEEDS_RESTART})
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"exit status {code}"
-    with suppress(ValueError):
-        return signal.Signals(-code).name
-    return f"signal {-code}"

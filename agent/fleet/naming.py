@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -21,14 +20,15 @@ from typing import Any
 
 from aiflame.agent import priority
 from aiflame.agent.errors import AiflameError
-from aiflame.agent.inspector.child import ends
-from aiflame.agent.inspector.fork_server import ForkServer
-from aiflame.agent.process_group import OWN_PROCESS_GROUP
+from aiflame.agent.inspector.fork_server import ForkServer, Program
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.sinks.naming_channel import NamingChannel
 
+_MODULE = "aiflame.agent.fleet.worker"
 # What is run; tests run one that has a sink of their own.
-COMMAND: tuple[str, ...] = (sys.executable, "-m", "aiflame.agent.fleet.worker")
+PROGRAM = Program("naming", f"{_MODULE}:run", (_MODULE,))
+# Its descriptors: messages, nothing, what it says of errors, and where it asks for forks.
+_ERRORS_FD, _REQUESTS_FD = 2, 3
 
 # Of a message from it, which tells of one stretch.
 _MAX_REPORT_BYTES = 1 << 16
@@ -43,7 +43,7 @@ class NamingProcess(NamingChannel):
         directory: The agent's.
         config: As `AgentConfig.plain` gives it.
         helper_bytes: What those may have that read files for it.
-        server: Forks these.
+        server: Forks it, and these.
 
     Raises:
         AiflameError: It cannot be started.
@@ -62,15 +62,13 @@ class NamingProcess(NamingChannel):
         self._waiting: deque[dict[str, Any]] = deque()
         self._server = server
         try:
-            self._process = subprocess.Popen(  # noqa: S603 - a module of our own
-                [*COMMAND, str(directory), str(helper_bytes), str(server.request_fd)],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                pass_fds=(server.request_fd,),
-                cwd="/",  # python -m would import from the working directory first
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-                **OWN_PROCESS_GROUP,
-            )
+            with Path(os.devnull).open("wb") as nowhere:
+                self._process = server.run(
+                    PROGRAM,
+                    [str(directory), str(helper_bytes), str(_REQUESTS_FD)],
+                    (theirs.fileno(), nowhere.fileno(), _ERRORS_FD, server.request_fd),
+                    first_fd=0,
+                )
         except OSError as error:
             ours.close()
             raise AiflameError(f"no process can be started: {error.strerror}") from error
@@ -79,9 +77,9 @@ class NamingProcess(NamingChannel):
         self.tell(config=config)
 
     @property
-    def pid(self) -> int:
-        """Its pid."""
-        return self._process.pid
+    def pid(self) -> int | None:
+        """Its pid, None as long as it is not there."""
+        return self._process.pid or None
 
     def tell(self, **message: Any) -> None:
         """Tells it something, after all before; never waits."""
@@ -99,7 +97,7 @@ class NamingProcess(NamingChannel):
 
     def pump(self) -> bool:
         """Sends what waits, as far as there is room; returns whether that was all."""
-        with suppress(OSError):  # no interpreter can be started: it names without what is in files
+        with suppress(OSError):  # no interpreter can be started: `ended` says so
             self._server.look()
         if not self._tell_files():
             return False
@@ -122,9 +120,15 @@ class NamingProcess(NamingChannel):
             with suppress(ValueError, RecursionError):
                 yield json.loads(data)
 
-    def exit_code(self) -> int | None:
-        """Returns how it ended, None while it has not."""
-        return self._process.poll()
+    def ended(self) -> str:
+        """Returns that it has ended, in words, and how; "" while it has not."""
+        try:
+            ending = self._process.poll()
+        except ConnectionError:
+            return "has ended with the fork server"
+        except OSError as error:  # no process is left, or a module cannot be imported
+            return f"cannot be started: {error.strerror}"
+        return "" if ending is None else f"has ended: {_ending(ending.code)}"
 
     def finish(self, until_s: float) -> Iterator[dict[str, Any]]:
         """Lets it send what it can, and waits for its end.
@@ -136,18 +140,23 @@ class NamingProcess(NamingChannel):
             What it says meanwhile.
         """
         self._waiting.extend(({"until_s": until_s}, {"end": True}))
-        while self.exit_code() is None and time.monotonic() < until_s:
+        while not self.ended() and time.monotonic() < until_s:
             self.pump()
             yield from self.reports()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LOOK_S)
+            self._process.wait(_LOOK_S)
         yield from self.reports()
 
     def close(self) -> None:
         """Ends it, whether it is finished or not."""
         self._channel.close()
-        if self._process.poll() is None:
+        if self._process.pid and not self.ended():  # else somebody else may have its pid
             priority.hurry_child(self._process.pid)  # to end takes a processor
-            self._process.kill()
-            if ends(self._process.pid):
-                self._process.wait()
+        self._process.end()
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exit status {code}"
+    with suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"

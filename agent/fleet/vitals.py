@@ -98,7 +98,7 @@ class Vitals:
         self._thrift, self._joins = 1, False
         self._memory: MemoryUse | None = None
         self._memory_limit = 0
-        self._cpu_s = 0.0
+        self._cpu_s = self._seen_cpu_s = 0.0
 
     def note_window(self, window: Window, *, is_kept: bool) -> None:
         """Counts a window."""
@@ -119,7 +119,8 @@ class Vitals:
         """Takes what all processes of the agent have used since it was started."""
         with self._lock:
             # What a child's orphan used is in no sum any more, and a counter never goes back.
-            self._cpu_s = max(self._cpu_s, seconds)
+            self._cpu_s += max(seconds - self._seen_cpu_s, 0)
+            self._seen_cpu_s = seconds
 
     def note_chances(self, chances: Chances) -> None:
         """Takes what the cost controller leaves."""

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names stretches of a host's recording, divides them by labels, and sends them.
 
-Started by `naming` as `python -m aiflame.agent.fleet.worker DIRECTORY HELPER_BYTES SOCKET`, with a
-socket as standard input, and another one to the collector's fork server. Windows come from the
-segments of stretches; the socket tells when there are more of them, and brings the files that they
-mention. It ends when the agent does.
+Forked by the collector's fork server for `naming`, with a socket as standard input, and another one
+to that server. Windows come from the segments of stretches; the socket tells when there are more of
+them, and brings the files that they mention. It ends when the agent does.
 """
 
 from __future__ import annotations
 
-import ctypes
+import fcntl
 import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -54,10 +54,11 @@ from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.agent.target_files import FileGuard
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
 _SPOOL = "spool"
 _DATABASE = "capture.aiflame"
+_LOCK = "naming.lock"
+# A process that was killed ends within milliseconds; one that reads a broken disk never does.
+_OTHERS_S, _LOCK_LOOK_S = 60.0, 0.1
 # Whoever is so late leaves out names: of each second of a window, this is for them.
 _LATE_NS = 30_000_000_000
 _BUDGET_S = 0.3
@@ -540,15 +541,21 @@ def in_parts(texts: Iterable[str], bytes_max: int) -> Iterator[list[str]]:
         yield part
 
 
-def main(directory: Path, helper_bytes: int, requests: int) -> None:
-    """Serves one agent."""
+def run(arguments: Sequence[str]) -> None:
+    """Serves one agent.
+
+    Args:
+        arguments: Its directory, what helpers may have in bytes, and the descriptor of a socket to
+            the fork server.
+    """
+    directory, (helper_bytes, requests) = Path(arguments[0]), map(int, arguments[1:])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # What they mean is the agent's to say; what is started from here heeds them all the same.
         signal.signal(number, lambda *_: None)
-    # Two of them would send the same, where an agent is killed and started again.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     map_large_blocks()
     channel = socket.socket(fileno=os.dup(0))
+    log = Log()
+    _wait_for_others(directory, channel, log)
     server = ForkRequests(socket.socket(fileno=requests))
     files = GivenFiles()
     with (
@@ -559,12 +566,41 @@ def main(directory: Path, helper_bytes: int, requests: int) -> None:
     ):
         lateness = _Lateness()
         naming = Naming(files, service, file_facts, lateness.budget_s)
-        worker = _Worker(directory, channel, naming, files, lateness, Log())
+        worker = _Worker(directory, channel, naming, files, lateness, log)
         for message in messages(channel, files):
             worker.take(message)
             service.poll()
         worker.finish()
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+def _wait_for_others(directory: Path, channel: socket.socket, log: Log) -> None:
+    """Waits until no other process sends what is in a directory: it would come twice.
+
+    That of an agent that was killed ends a moment after it. What is opened here stays open.
+    """
+    try:
+        lock = os.open(directory / _LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:  # no room for a file, or a disk to be read only: what waits is sent
+        log.say(f"{directory / _LOCK} cannot be opened: {error.strerror}")
+        return
+    until_s = time.monotonic() + _OTHERS_S
+    poll = select.poll()
+    poll.register(channel, 0)
+    while not _is_locked(lock):
+        if time.monotonic() >= until_s:
+            log.say("an earlier process that sends does not end: what it sends may come twice")
+            return
+        if poll.poll(1000 * _LOCK_LOOK_S):  # nobody asks any more
+            sys.exit(1)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Returns whether no other process has a lock on a file, now that this one does."""
+    try:
+        # A fork of this process does not have it as well, as it would with flock().
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # some network file systems have no locks
+        return True
+    return True

@@ -2,8 +2,9 @@
 """Has helpers forked from one interpreter, for all processes of a recording or an agent.
 
 The interpreter (`forking`) is started when the first helper is asked for, and ends when there was
-none for a while. Requests wait in a socket whose both ends stay here, so that none gets lost
-between one interpreter and the next.
+none for a while; or it is forked from a process that has most of its modules, and stays with that.
+Requests wait in a socket whose both ends stay here, so that none gets lost between one interpreter
+and the next.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from aiflame.agent import priority
+from aiflame.agent.inspector import forking
 from aiflame.agent.inspector.child import ends
 from aiflame.agent.inspector.parser import BadMessage, Channel
 from aiflame.agent.process_group import OWN_PROCESS_GROUP
@@ -78,6 +80,7 @@ class Helper:
         self._control = control
         self._look = look
         self._process_fd = -1
+        self._ending: Ending | None = None
         self.pid = 0
 
     def begins(self, timeout_s: float = _STARTING_S) -> bool:
@@ -99,13 +102,35 @@ class Helper:
         return True
 
     def _take_pid(self) -> None:
-        try:
-            message, fds = self._control.receive()
-        except (BadMessage, EOFError) as error:
-            raise ConnectionResetError(errno.ECONNRESET, "the fork server has ended") from error
+        message, fds = self._receive()
         if not fds:
             raise NotForked(errno.EAGAIN, str(message.get("error", "no process")))
         self._process_fd, self.pid = fds[0], int(message["pid"])
+
+    def _receive(self) -> tuple[dict[str, Any], list[int]]:
+        try:
+            return self._control.receive()
+        except (BadMessage, EOFError) as error:
+            raise ConnectionResetError(errno.ECONNRESET, "the fork server has ended") from error
+
+    def poll(self) -> Ending | None:
+        """Returns how it ended by itself, None while it has not; waits for nothing.
+
+        Raises:
+            NotForked: It cannot be had.
+            ConnectionError: The fork server has ended, and it has, too.
+        """
+        self._look()
+        if not self.pid and self._control.is_readable(0):
+            self._take_pid()
+        if self.pid and self._ending is None and self._control.is_readable(0):
+            message, _ = self._receive()
+            self._ending = Ending(int(message["code"]), int(message["cpu_ns"]))
+        return self._ending
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until there is something to `poll` for."""
+        self._control.is_readable(timeout_s)
 
     def end(self) -> Ending | None:
         """Kills it, and waits; None where it is still there a second later, or was never."""
@@ -184,18 +209,25 @@ class ForkRequests:
     def let_wait(self) -> None:
         """Makes it an ordinary process again."""
 
-    def run(self, program: Program, arguments: Sequence[str], fds: Sequence[int]) -> Helper:
+    def run(
+        self,
+        program: Program,
+        arguments: Sequence[str],
+        fds: Sequence[int],
+        first_fd: int = _STANDARD,
+    ) -> Helper:
         """Asks for a helper; waits for nothing.
 
         Args:
             program: What it runs.
             arguments: Of that.
-            fds: What it gets as 3, 4, and so on; they stay the caller's.
+            fds: What it gets as descriptors, one after the other; they stay the caller's.
+            first_fd: The number of the first of these.
 
         Raises:
             OSError: Nobody can be asked.
         """
-        return Helper(self._ask(program, arguments, fds, _STANDARD), self.look)
+        return Helper(self._ask(program, arguments, fds, first_fd), self.look)
 
     def run_piped(
         self, program: Program, arguments: Sequence[str], errors: int = -1
@@ -257,6 +289,37 @@ def _pipe(stack: contextlib.ExitStack, mode: str) -> tuple[int, IO[bytes]]:
     return theirs, os.fdopen(ours, mode)
 
 
+class _Forked:
+    """A fork of this process, with what is used of `subprocess.Popen`.
+
+    Args:
+        pid: Its pid.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Returns its exit status, negative for a signal's number; None while it has not ended."""
+        return self._reaped(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """The same, once it has ended."""
+        return self._reaped(0)
+
+    def kill(self) -> None:
+        """Kills it, if it is there."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _reaped(self, options: int) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, options)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+
 class ForkServer(ForkRequests):
     """A fork server, and what keeps it there as long as somebody asks.
 
@@ -266,10 +329,10 @@ class ForkServer(ForkRequests):
 
     def __init__(self) -> None:
         self._pair: tuple[socket.socket, socket.socket] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | _Forked | None = None
         self._idle_s = _IDLE_S
         self._deaths = 0
-        self._not_before_s = 0.0
+        self._started_s = self._not_before_s = 0.0
         self.starts = 0
 
     @property
@@ -295,6 +358,21 @@ class ForkServer(ForkRequests):
         """The process that forks, where there is one."""
         is_there = self._process is not None and self._process.poll() is None
         return (self._process.pid,) if self._process is not None and is_there else ()
+
+    def begin_here(self, first: Callable[[], None]) -> None:
+        """Forks it from this process, whose modules it shares then, and has it stay.
+
+        This process is to have no other thread, nothing of a target, and no secret but what is in
+        its environment: what is forked to read hostile files has all that was there. Where the
+        server is killed, it is started anew as an interpreter of its own.
+
+        Args:
+            first: What the server does before all else.
+        """
+        _, theirs = self._sockets
+        with contextlib.suppress(OSError):  # it is tried again once it is needed
+            self._process = _Forked(forking.begin_here(theirs.fileno(), first))
+            self._note_start()
 
     def expect(self, program: Program) -> None:
         """Has it there, with what helpers need that run a program; waits for nothing.
@@ -332,6 +410,8 @@ class ForkServer(ForkRequests):
             if code is None:
                 return
             self._process = None
+            if time.monotonic() - self._started_s > _LONGEST_PAUSE_S:  # it could start
+                self._deaths = 0
             if code == 0:  # it was idle
                 self._idle_s = min(2 * self._idle_s, _LONGEST_IDLE_S)
                 self._deaths = 0
@@ -356,6 +436,10 @@ class ForkServer(ForkRequests):
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             **OWN_PROCESS_GROUP,  # Ctrl-C is for the recorder
         )
+        self._note_start()
+
+    def _note_start(self) -> None:
+        self._started_s = time.monotonic()
         self.starts += 1
 
     def end(self) -> None:

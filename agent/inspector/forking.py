@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fork server: forks processes that read files, from one interpreter that has all modules.
 
-Started as `python -m aiflame.agent.inspector.forking SOCKET IDLE_S` by `fork_server.ForkServer`.
-Requests come over the socket, which several processes may have: what is to run, and descriptors,
-the first of which controls it. Over that it answers, with the pid and a pidfd, and in the end with
-how it has ended. Where the other side of that closes, what it has forked is killed. It never sees a
-byte of a target. It ends when nobody has asked for a while, and nothing that it has forked is left.
+Started as `python -m aiflame.agent.inspector.forking SOCKET IDLE_S` by `fork_server.ForkServer`, or
+forked from a process that has most of these modules itself (`begin_here`). Requests come over the
+socket, which several processes may have: what is to run, and descriptors, the first of which
+controls it. Over that it answers, with the pid and a pidfd, and in the end with how it has ended.
+Where the other side of that closes, what it has forked is killed. It never sees a byte of a target.
+It ends with whoever has forked it; one that was started also when nobody has asked for a while,
+and nothing that it has forked is left.
 
 A fork shares the interpreter's modules with it, as long as neither writes to them: it has 3 to 10
 MB of its own, where a new interpreter has 20 to 28, and is there within 10 ms.
@@ -25,7 +27,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -33,6 +35,9 @@ from aiflame.agent.allocator import give_back_freed_memory
 from aiflame.agent.inspector.parser import Channel
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
+_NAME = "fork_server"
+# Signals for whoever asks; the last two end a recording, or make a copy of it.
+_FOR_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 _MAX_REASON_CHARACTERS = 200
 # Descriptors of a fork are first moved out of the way of those that it is to have: a few.
@@ -71,13 +76,15 @@ class _Server:
         self._poll = select.poll()  # select() knows no descriptor above 1,023
         self._poll.register(requests.fileno(), select.POLLIN)
 
-    def serve(self, idle_s: float) -> None:
-        """Forks until whoever asks has ended, or has not asked for so long."""
+    def serve(self, idle_s: float | None) -> None:
+        """Forks until whoever asks has ended, or has not asked for so long; None for ever."""
         asked_s = time.monotonic()
         while True:
-            timeout_s = None if self._forks else max(asked_s + idle_s - time.monotonic(), 0)
+            timeout_s = None
+            if idle_s is not None and not self._forks:
+                timeout_s = max(asked_s + idle_s - time.monotonic(), 0)
             ready = self._poll.poll(None if timeout_s is None else 1000 * timeout_s)
-            if not ready and not self._forks:
+            if not ready and timeout_s is not None:
                 return
             for fd, _ in ready:
                 if fd == self._requests.fileno():
@@ -179,27 +186,41 @@ def _import(modules: Sequence[str]) -> None:
         return
     for module in missing:
         importlib.import_module(module)
+    _freeze()
+
+
+def _freeze() -> None:
+    """Has as little as can be of what there is written to, which forks share until then."""
     gc.collect()
     give_back_freed_memory()
-    gc.freeze()  # forks share what is there, as long as it is not written to
+    gc.freeze()
+
+
+def _begin(name: str, parent: int) -> None:
+    """Has a fork end with its parent, and gives it a name."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    libc.prctl(_PR_SET_NAME, name.encode())
+
+
+def _keep(fds: Sequence[int], first: int) -> None:
+    """Makes descriptors those from a number on, and closes all others but the standard ones."""
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, _FIRST_MOVED) for fd in fds]
+    for number, fd in enumerate(moved, first):
+        os.dup2(fd, number)
+    os.closerange(max(first + len(moved), _STANDARD), os.sysconf("SC_OPEN_MAX"))
 
 
 def _run(message: dict[str, Any], fds: Sequence[int], parent: int) -> NoReturn:
     """What a fork does."""
     code = 1
     try:
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(code)
-        libc.prctl(_PR_SET_NAME, str(message["name"]).encode())
+        _begin(str(message["name"]), parent)
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         # What is not given of the standard ones stays what it is: /dev/null.
-        moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, _FIRST_MOVED) for fd in fds]
-        first = int(message["first_fd"])
-        for number, fd in enumerate(moved, first):
-            os.dup2(fd, number)
-        os.closerange(max(first + len(moved), _STANDARD), os.sysconf("SC_OPEN_MAX"))
+        _keep(fds, int(message["first_fd"]))
         module, _, function = str(message["main"]).partition(":")
         getattr(sys.modules[module], function)(message["arguments"])
         code = 0
@@ -220,19 +241,54 @@ def _say(words: str) -> None:
         os.write(2, f"{words.strip()}\n".encode(errors="replace"))
 
 
+def begin_here(connection: int, first: Callable[[], None]) -> int:
+    """Forks a server from this process, which has one thread; returns its pid.
+
+    Args:
+        connection: Descriptor of a socket, from which it takes requests.
+        first: What the server does before all else.
+
+    Raises:
+        OSError: There are too many processes, or no memory.
+    """
+    _freeze()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        _begin(_NAME, parent)
+        os.setpgid(0, 0)
+        os.chdir("/")  # nor does it keep a file system from being unmounted
+        first()
+        null = os.open(os.devnull, os.O_RDWR)
+        _keep((null, null, null, connection), 0)
+        _serve(_STANDARD, None)
+        code = 0
+    except BaseException:  # whatever it is: nothing that its parent was about to do is for it
+        _say(traceback.format_exc())
+    finally:
+        os._exit(code)
+
+
 def main() -> None:
     """Serves until nobody asks any more."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # For whoever asks: what it has forked is needed until that has ended.
+    connection, idle_s = sys.argv[1:]
+    _serve(int(connection), float(idle_s))
+
+
+def _serve(connection: int, idle_s: float | None) -> None:
+    for number in _FOR_OTHERS:
+        # What it has forked is needed until whoever asks has ended.
         signal.signal(number, signal.SIG_IGN)
     # The limit on being real-time at a stretch: on a slow processor imports take longer.
     signal.signal(signal.SIGXCPU, _become_ordinary)
-    connection, idle_s = sys.argv[1:]
-    server = _Server(Channel(socket.socket(fileno=int(connection))))
+    server = _Server(Channel(socket.socket(fileno=connection)))
     try:
         with contextlib.suppress(EOFError):  # nobody asks any more
-            server.serve(float(idle_s))
+            server.serve(idle_s)
     finally:
         server.close()
 

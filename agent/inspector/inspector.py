@@ -14,16 +14,19 @@ from aiflame.agent.losses import LossKind
 class Inspector:
     """The children that do what may never end. A context manager, which ends them.
 
+    Args:
+        server: One that is there already, which ends with them; None to start one when needed.
+
     Attributes:
         opener: Opens files, and reads what /proc tells of memory.
         memory: Reads memory.
-        server: Forks those who parse files, once there is something to parse.
+        server: Forks those who parse files.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, server: ForkServer | None = None) -> None:
         self.opener = Opener()
         self.memory = RemoteMemory()
-        self.server = ForkServer()
+        self.server = ForkServer() if server is None else server
 
     def start(self) -> None:
         """Starts them now: they are ready by the time that somebody asks."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 
 from aiflame.agent.elf.headers import HEADERS
+from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import ProgramOptions, begin_programs
@@ -27,6 +28,7 @@ class Foundation:
 
     Args:
         options: What is put into the kernel half.
+        server: As `Inspector` takes it.
 
     Raises:
         EnvironmentUnfit: The kernel takes no maps. What it says of programs comes from
@@ -40,10 +42,10 @@ class Foundation:
         programs: The kernel half.
     """
 
-    def __init__(self, options: ProgramOptions) -> None:
+    def __init__(self, options: ProgramOptions, server: ForkServer | None = None) -> None:
         self.options = options
         with contextlib.ExitStack() as parts:
-            self.inspector = Inspector()
+            self.inspector = Inspector(server)
             parts.callback(self.inspector.close)
             self.inspector.start()
             self.guard = FileGuard()

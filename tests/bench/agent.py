@@ -110,9 +110,9 @@ def role_of(pid: int, agent: int) -> str:
         return "collector"
     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     module = next((word for word in words if word.startswith(b"aiflame.")), b"")
-    if module.endswith(b".forking"):  # a fork is called after what it runs
+    if not module or module.endswith(b".forking"):  # a fork is called after what it runs
         return Path(f"/proc/{pid}/comm").read_text().strip()
-    return module.decode().removeprefix("aiflame.agent.") or "others"
+    return module.decode().removeprefix("aiflame.agent.")
 
 
 class Agent:
@@ -196,7 +196,8 @@ def _watch(agents: Sequence[Agent], seconds: float) -> None:
             f" {sum(totals) / len(totals) / 1e6:.0f} MB, {max(totals) / 1e6:.0f} at most"
         )
         for role in sorted(took, key=lambda role: -took[role]):
-            print(f"    {role}: {took[role]:.2f} %, {seen[-1].get(role, 0) / 1e6:.0f} MB")
+            of_role = [each.get(role, 0) for each in seen]
+            print(f"    {role}: {took[role]:.2f} %, {sum(of_role) / len(of_role) / 1e6:.0f} MB")
 
 
 def main() -> None:

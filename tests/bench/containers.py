@@ -46,7 +46,7 @@ from bench.tools import HERE
 from bench.usage import family
 from pushes import totals_of
 
-_NAMING = "fleet.worker"
+_NAMING = "naming"
 # In the folder of a measurement: a line for each request, and what else was seen.
 _RECEIVED, _RUN = "received.jsonl", "run.pickle"
 _BUILD = HERE.parents[1] / "build/containers"

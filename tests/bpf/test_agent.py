@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 import toy_sink
+from aiflame.agent import rights
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.fleet.ending import END_S
 from aiflame.agent.processes import procfs
-from recordings import Workload
+from recordings import Workload, children_of
 from support import wait_until
 
 pytestmark = pytest.mark.bpf
@@ -102,13 +103,16 @@ class _Agent:
 
     def naming_pid(self) -> int:
         assert self.process is not None
-        found = subprocess.run(
-            ["pgrep", "-P", str(self.process.pid), "-f", "toy_sink.py worker"],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        return int(found.stdout)
+        return self._child_of(self.fork_server_pid(), "naming")
+
+    def fork_server_pid(self) -> int:
+        assert self.process is not None
+        return self._child_of(self.process.pid, "fork_server")
+
+    @staticmethod
+    def _child_of(parent: int, name: str) -> int:
+        (found,) = (pid for pid in children_of(parent) if procfs.comm(pid) == name)
+        return found
 
     def requests(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_bytes()) for path in sorted(self.received.glob("*.json"))]
@@ -336,6 +340,32 @@ def test_a_naming_process_that_dies_costs_nothing(agent: _Agent) -> None:
     assert agent.process is not None
     agent.process.send_signal(signal.SIGHUP)
     wait_until(lambda: agent.said("the configuration was read again"), _PATIENCE_S)
+    agent.terminate()
+    _check_sums(agent)
+
+
+@pytest.mark.breadth
+def test_a_fork_server_that_dies_costs_nothing(agent: _Agent) -> None:
+    # GIVEN an agent that has named a stretch
+    agent.serve()
+    agent.start()
+    with _computing():
+        wait_until(agent.requests, _PATIENCE_S)
+        # AND no process of it has more rights than it uses
+        for pid in (agent.fork_server_pid(), agent.naming_pid()):
+            status = dict(
+                line.split(":\t", 1)
+                for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+            )
+            kept = {number for number in range(64) if int(status["CapEff"], 16) >> number & 1}
+            assert kept <= {int(right) for right in rights.USED}
+            assert status["NoNewPrivs"] == "1"
+        # WHEN the process is killed from which all that read files and names are forked
+        os.kill(agent.fork_server_pid(), signal.SIGKILL)
+        count = len(agent.requests())
+        # THEN another takes over.
+        wait_until(lambda: len(agent.requests()) >= count + 2, _PATIENCE_S)
+    assert agent.said("has ended with the fork server") == 1
     agent.terminate()
     _check_sums(agent)
 

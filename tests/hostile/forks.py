@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+# Whoever has this module may change it.
+MARK = "none"
 
 
 def tell(arguments: Sequence[str]) -> None:
@@ -15,6 +19,13 @@ def tell(arguments: Sequence[str]) -> None:
     print(*arguments)
     print(Path("/proc/self/comm").read_text().strip())
     print([fd for fd in range(3, 1024) if _is_open(fd)])
+
+
+def tell_more(_: Sequence[str]) -> None:
+    """Says what it has of the process that the server was forked from, in one line."""
+    fds = [fd for fd in range(3, 1024) if _is_open(fd)]
+    umask = os.umask(0)
+    print(MARK, fds, Path.cwd(), oct(umask), end="")
 
 
 def _is_open(fd: int) -> bool:
@@ -41,3 +52,12 @@ def fail(_: Sequence[str]) -> None:
 def wait(_: Sequence[str]) -> None:
     """Waits for the end of its input."""
     sys.stdin.read()
+
+
+def talk_nonsense(_: Sequence[str]) -> None:
+    """Says more than a report may have, and then one, until it is told to end."""
+    channel = socket.socket(fileno=0)
+    channel.send(b"[" * 70_000)
+    channel.send(b'{"done": "1"}')
+    while b"end" not in channel.recv(65536):
+        pass

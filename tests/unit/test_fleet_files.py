@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from aiflame.agent.fleet.config import AgentSettings
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.notify import ServiceManager
 from aiflame.agent.fleet.stretches import Stretches, count_try, is_done, mark_done
+from aiflame.agent.inspector.fork_server import Program
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.sinks import captures
 from aiflame.agent.sinks.segments import RecordedWindows
@@ -179,12 +179,9 @@ def test_nonsense_of_the_naming_process_ends_no_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # GIVEN a process that tells more than a report may have, and then one
-    words = (
-        "import socket; s = socket.socket(fileno=0);"
-        "s.send(b'[' * 70_000); s.send(b'{\"done\": \"1\"}')\n"
-        "while b'end' not in s.recv(65536): pass"
-    )
-    monkeypatch.setattr(naming, "COMMAND", (sys.executable, "-c", words))
+    module = "hostile.forks"
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[1]))
+    monkeypatch.setattr(naming, "PROGRAM", Program("x", f"{module}:talk_nonsense", (module,)))
     inspector = blind_inspector()
     table = ProcessTable(1, lambda _: None, inspector)
     process = naming.NamingProcess(table, tmp_path, {}, 0, inspector.server)

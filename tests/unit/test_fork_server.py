@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
+from aiflame.agent.fleet.agent import begin_fork_server
 from aiflame.agent.inspector import fork_server
 from aiflame.agent.inspector.fork_server import (
+    Ending,
     ForkRequests,
     ForkServer,
     NotForked,
@@ -180,6 +184,34 @@ def test_one_that_cannot_start_is_not_started_again_and_again(server: _Server) -
             server.run_piped(program)
 
 
+def test_one_that_has_worked_for_long_may_die_again_and_again(server: _Server) -> None:
+    for starts in range(1, 8):
+        helper = server.run_piped(_program("wait"))
+        assert helper.begins()
+        assert server.starts == starts
+        server._started_s -= 100
+        os.kill(server.pids[0], signal.SIGKILL)
+        wait_until(lambda: not server.pids)
+        helper.end()
+
+
+def test_where_no_process_can_be_forked_one_is_started_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> int:
+        raise BlockingIOError(errno.EAGAIN, "no process")
+
+    monkeypatch.setattr(fork_server.forking, "begin_here", fail)
+    monkeypatch.setenv("PYTHONPATH", str(_TESTS))
+    # WHEN an agent cannot fork THEN nothing is started before it is ready for that
+    with closing(begin_fork_server()) as server:
+        assert server.pids == ()
+        assert server.starts == 0
+        helper = server.run_piped(_program("wait"), [])
+        assert helper.begins()
+        helper.close()
+
+
 def test_one_that_nobody_asks_ends_and_next_time_waits_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -217,6 +249,98 @@ def test_requests_wait_where_nobody_takes_them_and_never_the_one_who_asks(
     finally:
         requests.close()
         server.close()
+
+
+_HERE = f"""
+import os, sys, time
+from aiflame.agent.inspector.fork_server import ForkServer, Program
+from hostile import forks
+forks.MARK = "of the parent"
+opened = open("/dev/zero")
+server = ForkServer()
+server.begin_here(lambda: os.umask(0o027))
+helper = server.run_piped(Program("tell_more", "{_MODULE}:tell_more", ("{_MODULE}",)), [])
+assert helper.begins()
+print(helper.stdout.read().decode(), server.pids[0], flush=True)
+print(server.starts, os.getpgid(server.pids[0]) == server.pids[0], flush=True)
+"""
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], subprocess.Popen[str]]:
+    """Starts a process that forks a server from itself, and has more to do."""
+    monkeypatch.setenv("PYTHONPATH", str(_TESTS))
+
+    def started(more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", _HERE + more]
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    return started
+
+
+def test_one_forked_from_a_process_has_its_modules_and_nothing_else(
+    here: Callable[[str], subprocess.Popen[str]],
+) -> None:
+    with here("server.close(); print(server.pids)") as process:
+        told, _ = process.communicate(timeout=60)
+    first, second, third = told.splitlines()
+    # THEN its forks have what the parent's modules had, and no file that the parent has opened
+    assert first.startswith("of the parent [] / 0o27 ")
+    # AND Ctrl-C is not for it
+    assert second == "1 True"
+    # AND it ends when it is closed
+    assert third == "()"
+    assert process.returncode == 0
+
+
+def test_one_forked_from_a_process_ends_with_it(
+    here: Callable[[str], subprocess.Popen[str]],
+) -> None:
+    with here("time.sleep(60)") as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline().split()[-1])
+        assert process.stdout.readline() == "1 True\n"
+        assert children_of(process.pid) == [pid]
+        process.kill()
+        wait_until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_one_forked_from_a_process_is_started_again_as_an_interpreter(
+    here: Callable[[str], subprocess.Popen[str]],
+) -> None:
+    more = """
+os.kill(server.pids[0], 9)
+while server.pids:
+    time.sleep(0.01)
+helper = server.run_piped(Program("tell_more", "hostile.forks:tell_more", ("hostile.forks",)), [])
+assert helper.begins()
+print(helper.stdout.read().decode(), flush=True)
+print(server.starts)
+"""
+    with here(more) as process:
+        told, _ = process.communicate(timeout=60)
+    _, _, third, fourth = told.splitlines()
+    assert third.startswith("none [] / ")
+    assert fourth == "2"
+
+
+def test_how_a_helper_ends_is_heard_without_waiting(server: _Server) -> None:
+    helper = server.run_piped(_program("wait"))
+    assert helper.begins()
+    assert helper.poll() is None
+    helper.stdin.close()
+    wait_until(helper.poll)
+    # THEN it stays known
+    assert [helper.poll(), helper.poll()] == [Ending(0, ANY)] * 2
+    # AND so is that a server has ended, and its helpers with it
+    helper = server.run_piped(_program("wait"))
+    assert helper.begins()
+    os.kill(server.pids[0], signal.SIGKILL)
+    helper.wait(60)
+    with pytest.raises(ConnectionError, match="has ended"):
+        helper.poll()
 
 
 def test_closing_ends_all(server: _Server) -> None:

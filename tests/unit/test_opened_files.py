@@ -48,6 +48,7 @@ _MAY_OPEN = {
     "agent/commands/record_copy_worker.py": "the same",
     "agent/fleet/agent.py": "the directory of an agent, to lock it",
     "agent/fleet/stretches.py": "the same, for marks of a stretch",
+    "agent/fleet/worker.py": "the same, to lock it, too",
     "agent/fleet/capture_request.py": "the same, for its socket",
     "agent/fleet/known_containers.py": "the same, for names of containers",
     "agent/fleet/capture_worker.py": "a private directory in it, a file without a name, /proc/self",
@@ -78,6 +79,8 @@ _MAY_OPEN = {
     # Ours to the end.
     "agent/processes/cgroup_ids.py": "where cgroups are mounted",
     "agent/cli.py": "/dev/null",
+    "agent/fleet/naming.py": "the same",
+    "agent/inspector/forking.py": "the same",
     "agent/commands/messages.py": "/dev/null and the standard streams",
     # Children that read for others: they get descriptors.
     "agent/inspector/child.py": "the status of a child of ours, in /proc",
