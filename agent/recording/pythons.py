@@ -48,9 +48,10 @@ _STARTING_NS = 5_000_000_000
 _STARTING_INTERVAL_NS = 20_000_000
 # Names are read while the process lives, and many live shorter than the interval of a drain. Those
 # that are young may be over soon.
-_NAMING_INTERVAL_NS = 100_000_000
-_YOUNG_NS = 1_000_000_000
+_NAMING_INTERVAL_NS, _LONGEST_NAMING_INTERVAL_NS = 100_000_000, 1_000_000_000
 _YOUNG_INTERVAL_NS = 20_000_000
+# So of no process more than a tenth of its frames is not named for that.
+_YOUNG_INTERVALS = 10
 _IDLE_INTERVAL_NS = 1_000_000_000
 
 # Stacks are taken in up to a second after they were walked.
@@ -93,6 +94,12 @@ class PythonProcesses:
         table: Process table.
         images: ELF headers of the binaries.
         window: Where Python frames go.
+
+    Attributes:
+        by_image: Interpreters, by the index of their process image.
+        losses: What could not be read.
+        loss_files: Of what.
+        thrift: How many times less often frames of processes are named that are not young.
     """
 
     def __init__(
@@ -109,6 +116,7 @@ class PythonProcesses:
         self._chains: OrderedDict[int, None] = OrderedDict()  # that windows know
         self._unnamed: dict[int, np.void] = {}  # chains that have come since
         self._named_ns = 0  # when all of them were last named
+        self.thrift = 1
         # Of threads that sleep: what was read since `prepare`.
         self._pages: dict[int, Pages] = {}  # by index of the process image
         self._latest_ns = 0  # when an interpreter was last found
@@ -169,9 +177,17 @@ class PythonProcesses:
         now_ns = time.monotonic_ns()
         if any(process.found_ns > now_ns - _STARTING_NS for process in self._waiting.values()):
             return _STARTING_INTERVAL_NS
-        if self._latest_ns > now_ns - _YOUNG_NS:
+        if self._latest_ns > now_ns - self._young_ns:
             return _YOUNG_INTERVAL_NS
-        return _NAMING_INTERVAL_NS if self.by_image else _IDLE_INTERVAL_NS
+        return self._naming_interval_ns if self.by_image else _IDLE_INTERVAL_NS
+
+    @property
+    def _naming_interval_ns(self) -> int:
+        return min(_NAMING_INTERVAL_NS * self.thrift, _LONGEST_NAMING_INTERVAL_NS)
+
+    @property
+    def _young_ns(self) -> int:
+        return _YOUNG_INTERVALS * self._naming_interval_ns
 
     def is_starting(self, image: ProcessImage) -> bool:
         """Whether the kernel half may not have known a process's interpreter a moment ago."""
@@ -184,9 +200,14 @@ class PythonProcesses:
 
     def poll(self) -> None:
         """Tells the kernel half of interpreters that have started, and reads new frames' names."""
-        if self.by_image:
+        now_ns = time.monotonic_ns()
+        # Each reading of a process is a question to another one, for one chain or for fifty.
+        is_due = now_ns - self._named_ns >= self._naming_interval_ns
+        if self.by_image and (is_due or self._latest_ns > now_ns - self._young_ns):
             self._collect_chains()
-            self._name_chains(self._due_chains())
+            self._name_chains([*self._unnamed] if is_due else self._of_young(now_ns))
+        if is_due:
+            self._named_ns = now_ns
         for pid, process in list(self._waiting.items()):
             if not self._table.is_current(process.image):
                 del self._waiting[pid]
@@ -302,20 +323,12 @@ class PythonProcesses:
             self._take_chain(chain, record)
         self._facts.flush()
 
-    def _due_chains(self) -> list[int]:
-        """Returns which chains are to be named now: those of young processes, or all.
-
-        Each reading of a process is a question to another one, for one chain or for fifty.
-        """
-        now_ns = time.monotonic_ns()
-        if now_ns - self._named_ns >= _NAMING_INTERVAL_NS:
-            self._named_ns = now_ns
-            return [*self._unnamed]
-        young_ns = now_ns - _YOUNG_NS
+    def _of_young(self, now_ns: int) -> list[int]:
+        """Returns the chains of young processes, which may be over before the others are due."""
         return [
             chain
             for chain, record in self._unnamed.items()
-            if self._image(record).started_ns > young_ns
+            if self._image(record).started_ns > now_ns - self._young_ns
         ]
 
     def _is_known(self, chain: int) -> bool:

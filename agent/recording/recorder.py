@@ -913,6 +913,7 @@ class Recorder:
         self._chances = chances
         self._round_ns = min(self._least_round_ns * chances.thrift, _MOST_ROUND_NS)
         self._long_waits.thrift = self._cut_sleeps.thrift = chances.thrift
+        self.pythons.thrift = chances.thrift
         self.events.details_after_ns = chances.details_after_ns
         times_longer = min(chances.thrift, _LONGEST_WINDOW)
         self._window_ns = self._least_window_ns * times_longer

@@ -217,6 +217,7 @@ def test_windows_are_longer_where_less_is_done() -> None:
         _least_window_ns=5 * _S,
         _long_waits=stub(),
         _cut_sleeps=stub(),
+        pythons=stub(),
         events=stub(),
     )
     lengths = []
