@@ -146,8 +146,8 @@ class _Lock:
 def begin_fork_server() -> ForkServer:
     """Forks from this process what all others of the agent but its openers are forked from.
 
-    They share its modules with it, as far as none of them writes to these: together they have 13
-    to 15 MB less (OVERHEAD.md). To be called before a configuration is read, for that may have
+    They share its modules with it, as far as none of them writes to these: together they have 8
+    to 17 MB less (OVERHEAD.md). To be called before a configuration is read, for that may have
     secrets.
     """
     server = ForkServer()

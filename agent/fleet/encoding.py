@@ -12,7 +12,6 @@ none that another thread may have held.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -28,12 +27,12 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.fleet.batches import batches_of
 from aiflame.agent.fleet.log import words_of
+from aiflame.agent.inspector.forking import begin_fork
 from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.sinks.requests import Request, RequestSink
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
-_PROCESS_NAME = b"aiflame encodes"  # 15 bytes at most
+_PROCESS_NAME = "aiflame encodes"
 
 # A thousand times what a stretch takes where the processors have nothing else to do: whoever is not
 # done by then waits for what never comes.
@@ -172,15 +171,12 @@ def _run(
 ) -> NoReturn:
     """What the fork does."""
     with suppress(BaseException):  # whoever asked for it sees that it has ended
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:
-            libc.prctl(_PR_SET_NAME, _PROCESS_NAME)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, _MOST_S)
-            gc.disable()  # it would write to all pages that are shared
-            with os.fdopen(writing, "wb") as pipe:
-                _encode(stretch, sinks, pipe)
+        begin_fork(_PROCESS_NAME, parent)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, _MOST_S)
+        gc.disable()  # it would write to all pages that are shared
+        with os.fdopen(writing, "wb") as pipe:
+            _encode(stretch, sinks, pipe)
     os._exit(0)
 
 

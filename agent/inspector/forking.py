@@ -196,8 +196,13 @@ def _freeze() -> None:
     gc.freeze()
 
 
-def _begin(name: str, parent: int) -> None:
-    """Has a fork end with its parent, and gives it a name."""
+def begin_fork(name: str, parent: int) -> None:
+    """Has a fork end with its parent, now if that has ended already, and gives it a name.
+
+    Args:
+        name: How it is called in lists of processes, 15 characters.
+        parent: Pid of the process that was forked.
+    """
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -217,7 +222,7 @@ def _run(message: dict[str, Any], fds: Sequence[int], parent: int) -> NoReturn:
     """What a fork does."""
     code = 1
     try:
-        _begin(str(message["name"]), parent)
+        begin_fork(str(message["name"]), parent)
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         # What is not given of the standard ones stays what it is: /dev/null.
         _keep(fds, int(message["first_fd"]))
@@ -258,7 +263,7 @@ def begin_here(connection: int, first: Callable[[], None]) -> int:
         return pid
     code = 1
     try:
-        _begin(_NAME, parent)
+        begin_fork(_NAME, parent)
         os.setpgid(0, 0)
         os.chdir("/")  # nor does it keep a file system from being unmounted
         first()

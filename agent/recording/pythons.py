@@ -50,7 +50,7 @@ _STARTING_INTERVAL_NS = 20_000_000
 # that are young may be over soon.
 _NAMING_INTERVAL_NS, _LONGEST_NAMING_INTERVAL_NS = 100_000_000, 1_000_000_000
 _YOUNG_INTERVAL_NS = 20_000_000
-# So of no process more than a tenth of its frames is not named for that.
+# A process that ends misses the names of one interval at most: a tenth of its life.
 _YOUNG_INTERVALS = 10
 _IDLE_INTERVAL_NS = 1_000_000_000
 
