@@ -23,7 +23,7 @@ import os
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -265,6 +265,7 @@ class SegmentReader:
 
     Args:
         file: At its beginning.
+        columns: The others are empty in what is read. They refer to none of these.
 
     Attributes:
         facts: Of the whole recording.
@@ -274,8 +275,9 @@ class SegmentReader:
         BadSegment: It is none of this version.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, columns: Collection[str] = COLUMNS) -> None:
         self._file = file
+        self._wanted = columns
         self._texts: list[str] = []
         self._shared: dict[str, Rows] = {
             name: np.zeros(0, COLUMNS[name].dtype) for name in (*_SHARED, *_PARTS)
@@ -376,7 +378,7 @@ class SegmentReader:
     ) -> dict[str, Rows]:
         columns: dict[str, Rows] = {}
         for name, column in COLUMNS.items():
-            if name in _PARTS:
+            if name in _PARTS or name not in self._wanted:
                 continue
             if name not in self._shared:
                 # A window that waits for its names would keep all that is decoded with it.

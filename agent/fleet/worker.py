@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,11 @@ _BUDGET_S = 0.3
 # and so on. The first 256 stacks of a window are named in any case (sinks/bounded_naming.py).
 _THRIFTY_S = 0.04
 _NS_PER_S = 1_000_000_000
-# Of windows that wait for their names: 10,000 launches and as many samples of devices a second have
-# 113 MB in a minute.
-_MOST_WAITING_BYTES = 16_000_000
+# Of windows whose names are asked for together: 10,000 launches and as many samples of devices a
+# second have 113 MB in a minute.
+_MOST_AT_ONCE_BYTES = 16_000_000
+# What is read of windows that wait for their names: their containers may be gone by then.
+_OF_CONTAINERS = ("cgroups",)
 # For so long after a name came from a process's own list of its code, none waits: the list may go.
 _PROMPT_S = 600.0
 # A sink gives up on an answer after 10 s.
@@ -84,6 +87,8 @@ _ENDING_S = 0.5
 
 class _Stretch:
     """A stretch that is being named while its windows come.
+
+    Those that wait for their names are on disk, and nowhere else.
 
     Args:
         folder: Of its segments.
@@ -104,10 +109,11 @@ class _Stretch:
         self._lateness = lateness
         self._log = log
         self._following = FollowedWindows(folder)
+        self._ahead = FollowedWindows(folder, _OF_CONTAINERS)
+        self._come = self._come_ahead = self._waiting = 0
+        self._waiting_from_ns = 0
         self._jit_symbols = JitSymbolSink(folder)
         self._capture: WrittenCapture | None = None
-        self._waiting: list[Window] = []
-        self._waiting_bytes = 0
         self.database.unlink(missing_ok=True)  # of a process that was killed
         if count_try(folder) > 1:
             self._naming = None
@@ -117,19 +123,33 @@ class _Stretch:
         if self._naming is None:  # it is made as a whole, in the end
             return
         try:
-            for window in self._following.take(count):
-                if labelling is not None:
-                    labelling.expect(window)
-                self.cpu_ns += window.cost.cpu_ns
-                self.rss_bytes = max(self.rss_bytes, window.cost.rss_bytes)
-                self._waiting.append(window)
-                self._waiting_bytes += sum(window.rows(name).nbytes for name in COLUMNS)
-                self._files.hold(True)
-                is_much = self._waiting_bytes > _MOST_WAITING_BYTES
-                if is_much or not self._lateness.may_wait(self._waiting):
-                    self._put_waiting()
+            for _ in range(count):
+                self._come += 1
+                self._take_one(labelling)
         except Exception as error:  # of one stretch; it is written once more, without names
             self._leave_names(error)
+
+    def _take_one(self, labelling: Labelling | None) -> None:
+        if not self._waiting and not self._lateness.may_wait(0):
+            for window in self._following.take(1):
+                if labelling is not None:
+                    labelling.expect(window)
+                self._put([window])
+            return
+        for window in self._newest():
+            if labelling is not None:
+                labelling.expect(window)
+            if not self._waiting:
+                self._waiting_from_ns = window.start_ns
+            self._waiting += 1
+            self._files.hold(True)
+            if not self._lateness.may_wait(window.end_ns - self._waiting_from_ns):
+                self._put_waiting()
+
+    def _newest(self) -> Iterator[Window]:
+        """Yields the window that came last, with what tells whom it is of."""
+        count, self._come_ahead = self._come - self._come_ahead, self._come
+        yield from islice(self._ahead.take(count), count - 1, None)
 
     def name(self) -> None:
         """Names the windows that wait for it."""
@@ -139,32 +159,44 @@ class _Stretch:
             self._leave_names(error)
 
     def _put_waiting(self) -> None:
-        self._waiting_bytes = 0
-        waiting, self._waiting = self._waiting, []
-        if not waiting or self._naming is None:
+        waiting, self._waiting = self._waiting, 0
+        if self._naming is None:
+            return
+        group: list[Window] = []
+        group_bytes = 0
+        for window in self._following.take(waiting):
+            group.append(window)
+            group_bytes += sum(window.rows(name).nbytes for name in COLUMNS)
+            if group_bytes > _MOST_AT_ONCE_BYTES:
+                self._put(group)
+                group, group_bytes = [], 0
+        self._put(group)
+        self._files.hold(False)
+
+    def _put(self, windows: Sequence[Window]) -> None:
+        """Names windows that follow each other; files are asked about once for all."""
+        if not windows or self._naming is None:
             return
         if self._capture is None:
             facts = self._following.facts
             self._lateness.begin(facts)
             self._capture = WrittenCapture(
-                *(self.database, waiting[0].start_ns, facts, self._naming),
+                *(self.database, windows[0].start_ns, facts, self._naming),
                 keep=partial(keep_kernel_file, self.folder),
             )
-        with self._capture.expecting(waiting):
-            self._put(waiting, self._capture)
-        self._files.hold(False)
-
-    def _put(self, windows: Sequence[Window], capture: WrittenCapture) -> None:
-        for window in windows:
-            capture.put(window)
-            self._jit_symbols.put(window, capture.jit_symbols)
-            if capture.jit_symbols:
-                self._lateness.prompt_until_s = time.monotonic() + _PROMPT_S
+        with self._capture.expecting(windows):
+            for window in windows:
+                self.cpu_ns += window.cost.cpu_ns
+                self.rss_bytes = max(self.rss_bytes, window.cost.rss_bytes)
+                self._capture.put(window)
+                self._jit_symbols.put(window, self._capture.jit_symbols)
+                if self._capture.jit_symbols:
+                    self._lateness.prompt_until_s = time.monotonic() + _PROMPT_S
 
     def _leave_names(self, error: Exception) -> None:
         self._log.say_seldom("naming", f"a stretch stays without names: {words_of(error)}")
         self._naming = None
-        self._waiting.clear()
+        self._waiting = 0
         self._files.hold(False)
 
     def finish(self) -> None:
@@ -176,6 +208,7 @@ class _Stretch:
         self.name()
         self._jit_symbols.close()
         self._following.close()
+        self._ahead.close()
         capture, self._capture = self._capture, None
         try:
             if self._naming is not None and capture is not None:
@@ -365,7 +398,8 @@ class _Worker:
             return
         finally:
             database.unlink(missing_ok=True)
-            give_back_freed_memory()  # what naming took
+            gc.collect()  # what naming took: 9 MB of a host with 10,000 threads, every minute
+            give_back_freed_memory()
         mark_done(folder)
         self._report(
             {
@@ -514,11 +548,15 @@ class _Lateness:
             return _THRIFTY_S / self.thrift * window_s
         return _BUDGET_S * window_s if is_late else None
 
-    def may_wait(self, windows: Sequence[Window]) -> bool:
-        """Returns whether names of windows, in their order, are asked for with those of later."""
+    def may_wait(self, waited_ns: int) -> bool:
+        """Returns whether names of windows are asked for with those of later ones.
+
+        Args:
+            waited_ns: From the beginning of the first that waits to the end of the last.
+        """
         if self.thrift < THRIFT_OF_NAMES or time.monotonic() < self.prompt_until_s:
             return False
-        return windows[-1].end_ns - windows[0].start_ns < NAMES_WAIT_NS
+        return waited_ns < NAMES_WAIT_NS
 
 
 def in_parts(texts: Iterable[str], bytes_max: int) -> Iterator[list[str]]:

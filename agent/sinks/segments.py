@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -17,7 +17,7 @@ from typing import BinaryIO
 from aiflame.agent.capture.segment import MAGIC, BadSegment, SegmentReader, SegmentWriter
 from aiflame.agent.errors import DiskFull
 from aiflame.agent.limits import room_hint
-from aiflame.agent.model.window import Window
+from aiflame.agent.model.window import COLUMNS, Window
 from aiflame.agent.sinks.jit_symbols import jit_window, with_jit_symbols
 
 _NAME = "segment-{:06}.windows"
@@ -171,13 +171,15 @@ class FollowedWindows:
 
     Args:
         folder: Of the segments.
+        columns: As of `SegmentReader`.
 
     Attributes:
         facts: Of the recording, once a window was taken.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, columns: Collection[str] = COLUMNS) -> None:
         self._folder = folder
+        self._columns = columns
         self._next = 0
         self._file: BinaryIO | None = None
         self._reader: SegmentReader | None = None
@@ -205,7 +207,7 @@ class FollowedWindows:
             self._file = (self._folder / _NAME.format(self._next)).open("rb")
         except FileNotFoundError as error:
             raise BadSegment("a window is missing") from error
-        self._reader = SegmentReader(self._file)
+        self._reader = SegmentReader(self._file, self._columns)
         self.facts = self._reader.facts
         self._next += 1
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -159,19 +159,45 @@ def test_nothing_waits_once_names_came_from_a_list_of_the_process(
     agent.stretch.finish()
 
 
-def test_what_waits_is_bounded(
+def test_what_is_in_memory_at_once_is_bounded(
     tmp_path: Path, naming: Naming, log: Log, named: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # GIVEN windows that wait, three of which are as much as may be
     agent = _Agent(tmp_path / "agent", naming, log)
     agent.lateness.thrift = 16
     sizes = [sum(window.rows(name).nbytes for name in COLUMNS) for window in agent.windows]
-    monkeypatch.setattr(module, "_MOST_WAITING_BYTES", sum(sizes[:3]))
+    monkeypatch.setattr(module, "_MOST_AT_ONCE_BYTES", sum(sizes[:3]))
+    groups: list[int] = []
+    expecting = WrittenCapture.expecting
+
+    def note(capture: WrittenCapture, windows: Sequence[Window]) -> AbstractContextManager[None]:
+        groups.append(len(windows))
+        return expecting(capture, windows)
+
+    monkeypatch.setattr(module.WrittenCapture, "expecting", note)
     agent.take(agent.windows)
-    # THEN they are named as soon as they are more, also where all come at once.
-    assert named[:4] == [0, 1, 2, 3]
-    before = len(named)
+    assert named == []
+    # WHEN they are named THEN it is group by group.
     agent.stretch.name()
-    assert named == [*range(9)] or before == 9
+    assert named == [*range(9)]
+    assert groups[0] == 4 and sum(groups) == 9 and len(groups) > 1
+    agent.stretch.finish()
+
+
+def test_windows_wait_after_others_that_did_not(
+    tmp_path: Path, naming: Naming, log: Log, named: list[int]
+) -> None:
+    # GIVEN windows that are named at once, and others after them that wait
+    agent = _Agent(tmp_path / "agent", naming, log)
+    agent.take(agent.windows[:3])
+    agent.lateness.thrift = 16
+    agent.take(agent.windows[3:6])
+    assert named == [0, 1, 2]
+    agent.lateness.thrift = 1
+    # WHEN there is room again, THEN each was seen once, and is named once.
+    agent.take(agent.windows[6:])
+    assert agent.labels.seen == [*range(9)]
+    assert named == [*range(9)]
     agent.stretch.finish()
 
 

@@ -234,3 +234,19 @@ def test_of_a_window_that_cannot_be_reduced_its_loss_is_kept(
         assert _losses(window) == {**_losses(written), "window_too_large": 1}
         lost_ns = window.losses["thread_ns"].sum() - written.losses["thread_ns"].sum()
         assert lost_ns == written.samples["weight_ns"].sum()
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_columns_by_themselves_are_those_of_whole_windows(
+    seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    windows = RandomRecording(seed).windows(4)
+    data, _ = _written(tmp_path_factory.mktemp("segment"), windows)
+    found = [*SegmentReader(io.BytesIO(data), ("cgroups",))]
+    for window, written in zip(found, windows, strict=True):
+        assert (window.number, window.end_ns) == (written.number, written.end_ns)
+        paths = [[each.texts[at] for at in each.cgroups["path"]] for each in (window, written)]
+        assert sorted(paths[0]) == sorted(paths[1])
+        assert window.cgroups["kernel_id"].tolist() == written.cgroups["kernel_id"].tolist()
+        assert not len(window.processes) and not len(window.stacks)
