@@ -53,8 +53,8 @@ _UNIT = f"aiflame-examples-{os.getpid()}"
 _CONTAINER_ID = f"{os.getpid():08x}" + "0123456789abcdef" * 3 + "01234567"
 
 
-# For `diff` to tell a change from chance.
-_ENOUGH_S = "9"
+# For `diff` to tell a change from chance, on a host where the target gets a tenth of a CPU as well.
+_ENOUGH_S, _RATE_HZ = "9", "999"
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,8 @@ def capture(target: subprocess.Popen[bytes], tmp_path_factory: pytest.TempPathFa
         str(target.pid),
         "-d",
         _ENOUGH_S,
+        "-F",
+        _RATE_HZ,
         "-o",
         str(path),
     ]
