@@ -8,6 +8,8 @@ who asks waits a moment once for each such process, and never for ever.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -23,6 +25,8 @@ _END_OF_USER_SPACE = 1 << 56
 # patience with the next one, down to the last: a thousand of them must not stop a recording.
 _PATIENCE_S, _LEAST_PATIENCE_S = 0.5, 0.05
 _MAX_ERROR = 4095  # MAX_ERRNO of linux/err.h
+# Of what is shared with the child: more than that is given back, until somebody needs it again.
+_KEPT_BYTES = 1 << 20
 
 
 class Span(NamedTuple):
@@ -86,6 +90,11 @@ class _Child(Child):
             else:
                 yield Answer(memory[at : at + min(found, span.size)])
             at += span.size
+
+    def give_back(self) -> None:
+        """Returns the pages that are shared; their bytes are 0 then."""
+        with contextlib.suppress(OSError):  # then they stay
+            self.shared.memory.madvise(mmap.MADV_REMOVE)
 
 
 class RemoteMemory:
@@ -157,7 +166,10 @@ class RemoteMemory:
             if self._children.stuck > stuck:
                 self.stuck.add(spans[min(child.progress, len(spans) - 1)].pid)
             return None
-        return list(child.answers(spans))
+        answers = list(child.answers(spans))
+        if sum(span.size for span in spans) > _KEPT_BYTES:
+            child.give_back()
+        return answers
 
     def close(self) -> None:
         """Ends the child."""

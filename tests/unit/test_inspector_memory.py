@@ -90,6 +90,24 @@ def test_more_is_read_than_fits_at_once(remote: RemoteMemory, region: tuple[int,
     assert _data(remote.read([Span(*_HERE, start, MAX_DATA_BYTES + 1)])) == [b""]
 
 
+def _shared_bytes() -> int:
+    """Returns how much of what this process shares with its child is resident."""
+    parts = Path("/proc/self/smaps").read_text().split("memfd:aiflame-memory")[1:]
+    return sum(1024 * int(part.split("Rss:", 1)[1].split()[0]) for part in parts)
+
+
+def test_what_much_was_read_into_is_given_back(
+    remote: RemoteMemory, region: tuple[int, bytes]
+) -> None:
+    start, contents = region
+    large = [Span(*_HERE, start, 3 * _PAGE)] * (MAX_DATA_BYTES // (3 * _PAGE))
+    # WHEN much is read at once, and little after that
+    assert _data(remote.read(large)) == [contents] * len(large)
+    assert _data(remote.read([Span(*_HERE, start, 8)])) == [contents[:8]]
+    # THEN the pages of what was much are free, and reads go on.
+    assert 0 < _shared_bytes() < 1 << 18
+
+
 def test_pieces_are_exact_or_none(remote: RemoteMemory, region: tuple[int, bytes]) -> None:
     start, contents = region
     memory = ProcessMemory(remote, os.getpid())
