@@ -12,8 +12,7 @@ import enum
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import repeat
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +51,9 @@ _LATE_NS = 10_000_000
 
 # Of all calls' work and bytes, as readers add them up: what programs ask for need not exist.
 _LARGEST_SUM = 1 << 62
+
+# Of rows that are made tuples of: those of a host with 10,000 threads would take some MB at once.
+_TUPLES_AT_ONCE = 1024
 
 
 class _Known(enum.IntEnum):
@@ -192,33 +194,33 @@ class CaptureSink:
     def _put_facts(self, window: Window) -> dict[int, int | None]:
         """Writes processes, threads and what they map; returns the ids of binaries."""
         texts = window.texts
-        cgroups = {int(row["cgroup"]): row for row in window.cgroups}
-        rows = []
-        for row in window.processes:
-            cgroup = cgroups.get(int(row["cgroup"]))
-            group = (0, 0) if cgroup is None else (cgroup["path"], cgroup["container_id"])
-            exited_ns = int(row["exited_ns"])
-            rows.append(
-                (
-                    *(int(row[name]) for name in ("process", "pid", "parent_pid")),
-                    *(texts[row[name]] for name in ("name", "executable", "command_line")),
-                    *(texts[text] for text in group),
-                    self._time(int(row["started_ns"])),
-                    None if exited_ns == NO_TIME else self._time(exited_ns),
-                )
-            )
-        self._writer.put("processes", rows)
+        self._writer.put("processes", self._process_rows(window))
         self._writer.put_threads(
             (thread, process, tid, texts[name])
-            for thread, process, tid, name in window.threads.tolist()
+            for thread, process, tid, name in _tuples(window.threads)
         )
         times = window.thread_times[["on_cpu_ns", "observed_ns", "thread"]]
-        self._writer.add_thread_times(times.tolist())
+        self._writer.add_thread_times(_tuples(times))
         binaries: dict[int, int | None] = {NONE: None}
         for binary, path, build_id in window.binaries.tolist():
             binaries[binary] = self._names.binary(texts[path], texts[build_id])
         self._put_mappings(window.mappings, binaries)
         return binaries
+
+    def _process_rows(self, window: Window) -> Iterator[tuple[Any, ...]]:
+        texts = window.texts
+        cgroups = {int(row["cgroup"]): row for row in window.cgroups}
+        for row in window.processes:
+            cgroup = cgroups.get(int(row["cgroup"]))
+            group = (0, 0) if cgroup is None else (cgroup["path"], cgroup["container_id"])
+            exited_ns = int(row["exited_ns"])
+            yield (
+                *(int(row[name]) for name in ("process", "pid", "parent_pid")),
+                *(texts[row[name]] for name in ("name", "executable", "command_line")),
+                *(texts[text] for text in group),
+                self._time(int(row["started_ns"])),
+                None if exited_ns == NO_TIME else self._time(exited_ns),
+            )
 
     def _put_mappings(self, mappings: Rows, binaries: dict[int, int | None]) -> None:
         mapped = mappings[mappings["binary"] != NONE]
@@ -362,11 +364,12 @@ class CaptureSink:
         ns = ended["weight_ns"] + self._open_times.take(keys[has_ended])
         self._open_times.add(keys[~has_ended], samples["weight_ns"][~has_ended])
         columns = (rows[has_ended], ended["thread"], ended["kind"], ended["count"], ns)
-        self._writer.put("samples", zip(repeat(interval), *(one.tolist() for one in columns)))
+        found = np.rec.fromarrays(columns)
+        self._writer.put("samples", ((interval, *row) for row in _tuples(found)))
         rows_of_waits = self._rows_of(waits["stack"], _processes_of(window, waits["thread"]))
         self._writer.put(
             "waits",
-            [
+            (
                 (
                     row,
                     thread,
@@ -376,9 +379,9 @@ class CaptureSink:
                     runnable_ns,
                 )
                 for row, (_, thread, start_ns, blocked_ns, runnable_ns, _) in zip(
-                    rows_of_waits.tolist(), waits.tolist(), strict=True
+                    rows_of_waits.tolist(), _tuples(waits), strict=True
                 )
-            ],
+            ),
         )
 
     def _put_calls(self, window: Window, interval: int) -> None:
@@ -571,6 +574,11 @@ class CaptureSink:
             None if stack == NO_STACK else self._row_of(stack, process)
             for stack, process in zip(found.tolist(), processes, strict=True)
         ]
+
+
+def _tuples(rows: Rows) -> Iterator[tuple[Any, ...]]:
+    for first in range(0, len(rows), _TUPLES_AT_ONCE):
+        yield from rows[first : first + _TUPLES_AT_ONCE].tolist()
 
 
 def _processes_of(window: Window, threads: U32) -> U32:
