@@ -444,12 +444,13 @@ class UnwindTables:
             is_over: Whether the recording is to end before it has begun.
         """
         images = self._table.images
-        mapped = {mapping.binary for image in images.values() for mapping in image.mappings}
-        mapped.discard(NO_BINARY)
+        wanted = {mapping.binary for image in images.values() for mapping in image.mappings}
+        wanted |= self._building  # those that were asked for before anybody was seen to map them
+        wanted.discard(NO_BINARY)
         begun_ns = time.monotonic_ns()
 
         def is_missing() -> bool:
-            return self._cache.is_expecting or not self.are_settled(mapped)
+            return self._cache.is_expecting or not self.are_settled(wanted)
 
         if not self._wait(is_missing, begun_ns + _SILENT_NS, is_over) and self._cache.is_at_work:
             say("unwind tables of files that were never recorded before are being made ...")

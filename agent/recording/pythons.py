@@ -16,6 +16,7 @@ import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +32,10 @@ from aiflame.agent.processes.python_threads import ThreadPython, fetch_leaf_fram
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.python.codes import CodeReader
 from aiflame.agent.python.gil import gil_holder
-from aiflame.agent.python.interpreter import LoadedInterpreter
+from aiflame.agent.python.interpreter import LoadedInterpreter, may_hold_interpreter
 from aiflame.agent.python.layouts import ABSENT, GilHolder, Layout
 from aiflame.agent.python.memory import NoMemoryAccess, Pages, read_u64
-from aiflame.agent.python.questions import KEY_BLOCK_OF_LIBRARY, Unsupported
+from aiflame.agent.python.questions import KEY_BLOCK_OF_LIBRARY, Unsupported, interpreter_in
 from aiflame.agent.python.thread_names import ThreadNameReader, thread_name_reader
 from aiflame.agent.python.thread_state import find_slot
 from aiflame.agent.python.threads import KEY_BLOCK, UnsupportedLibc
@@ -124,6 +125,19 @@ class PythonProcesses:
         self._window = window
         self._facts = PythonFacts(window, self.losses)
         self.loss_files: dict[LossKind, set[str]] = {}
+
+    def expect(self, fd: int, path: Path) -> None:
+        """Asks about a file what will be asked once a process maps it, and is waited for then.
+
+        Args:
+            fd: Of the file.
+            path: As processes will have it, without symbolic links.
+        """
+        facts = self._table.binaries.facts
+        if may_hold_interpreter(str(path), ""):
+            facts.ask(str(path), fd, interpreter_in(str(path)))
+        if path.name in _KEY_LIBRARIES:
+            facts.ask(str(path), fd, KEY_BLOCK_OF_LIBRARY)
 
     def look(self, image: ProcessImage) -> None:
         """Looks for an interpreter in a process whose mappings have just been read."""

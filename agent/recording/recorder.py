@@ -40,6 +40,7 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Cost, Window
 from aiflame.agent.processes import procfs
+from aiflame.agent.processes.binaries import VDSO_PATH
 from aiflame.agent.processes.facts import ProcessFacts
 from aiflame.agent.processes.lives import Lives
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
@@ -485,6 +486,7 @@ class Recorder:
         self.calls.poll(is_waiting=True)
         self.tables.wait_before_start(say, lambda: self._signals.requested)
         self.pythons.poll()
+        self._lives.keep_up()  # what others did meanwhile is not to be gone through after an exec
 
     def _used_images(self) -> set[int]:
         """Returns the process images, by index, whose stacks are still to be walked."""
@@ -503,11 +505,22 @@ class Recorder:
                 ):
                     if fd not in self._guard.remote:
                         self.tables.expect(fd)
+                        self.pythons.expect(fd, path.resolve())
+            if command is not None:
+                self._expect_vdso(command.pid)
         if self._options.calls:
             runtimes = [*expected.runtimes, *expected.command, *self._libraries]
             if runtimes:
                 self._programs.expect_calls()
             self.calls.prepare(runtimes, opener)
+
+    def _expect_vdso(self, pid: int) -> None:
+        """Has the table of the vDSO made, which all processes share, as a process has it."""
+        for line in procfs.executable_mappings(self._inspector.opener, pid):
+            if line.path == VDSO_PATH:
+                vdso = self.table.binaries.of_mapping(pid, "", line)
+                if vdso is not None:
+                    self.tables.is_being_built(vdso.index)
 
     def _follow_mappings(self) -> None:
         """Brings what was newly mapped to all who work by it."""

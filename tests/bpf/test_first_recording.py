@@ -14,6 +14,7 @@ import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.profile import Profile, SampleClass, StopReason
 from aiflame.agent.reports.rows import TRUNCATED_REASONS
+from aiflame.agent.symbols.known import file_key
 from recordings import Recording, frames_of, rows_of
 from short_processes import SCRIPT, busy_loops
 from support import AIFLAME
@@ -68,7 +69,8 @@ def _go(process: subprocess.Popen[str]) -> None:
 def _recorded_cold(folder: Path, times: int, *arguments: object) -> list[Profile]:
     """Records so many times, one after the other, as if nothing had ever been recorded before.
 
-    What recordings keep is in memory, in a mount namespace of these.
+    What recordings keep is in memory, in a mount namespace of these. What they know of files is
+    copied to `facts`.
     """
     kept = ("/run/aiflame", "/var/cache/aiflame")
     for place in kept:
@@ -80,6 +82,7 @@ def _recorded_cold(folder: Path, times: int, *arguments: object) -> list[Profile
             shlex.join(map(str, [*AIFLAME, "record", "--force", "-o", n, *arguments]))
             for n in names
         ),
+        "cp -a /run/aiflame/facts .",
     ]
     script = "\n".join(lines)
     subprocess.run(["unshare", "-m", "sh", "-c", script], cwd=folder, check=True, timeout=120)
@@ -125,6 +128,18 @@ def test_short_processes_are_complete_the_first_time(tmp_path: Path, loops: int)
     waiting = rows_of(profile, None, None, SampleClass.WAITING_TO_RUN)
     assert StopReason.NOT_RUN_YET in profile.stacks.ends[waiting["stack"]]
     assert StopReason.NOT_WALKED not in profile.stacks.ends
+
+
+def test_a_commands_files_are_known_before_it_runs(tmp_path: Path) -> None:
+    # GIVEN a machine on which nothing was ever recorded
+    # WHEN a command is
+    (profile,) = _recorded_cold(tmp_path, 1, "-F", "999", "--", _PYTHON, "-c", "sum(range(9**7))")
+    # THEN all was asked about its C library and the vDSO before it began, and kept no stack of its
+    # first milliseconds waiting
+    (libc,) = (one.path for one in profile.binaries if one.path.endswith("/libc.so.6"))
+    (vdso,) = (tmp_path / "facts").glob("x-*")
+    for answers in (tmp_path / "facts" / file_key(Path(libc).stat()), vdso):
+        assert answers.stat().st_mtime_ns < profile.recording.started_unix_ns
 
 
 def test_no_device_is_looked_for_where_no_process_uses_one(tmp_path: Path) -> None:
