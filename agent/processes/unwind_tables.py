@@ -132,6 +132,11 @@ class UnwindTables:
         else:
             self._over.append(image)
 
+    def maps_new_files(self, image: ProcessImage) -> bool:
+        """Whether a process maps files that none maps of which `poll` has brought anything."""
+        binaries = {mapping.binary for mapping in image.mappings} - {NO_BINARY}
+        return not binaries <= self._payers.keys()
+
     def forget(self, pid: int) -> None:
         """Has `poll` take a process's mappings out."""
         self._queued.pop(pid, None)

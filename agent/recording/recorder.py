@@ -523,12 +523,20 @@ class Recorder:
                     self.tables.is_being_built(vdso.index)
 
     def _follow_mappings(self) -> None:
-        """Brings what was newly mapped to all who work by it."""
-        for image in self.table.take_remapped():
-            if self._left_out.leave_out(image):
-                continue
-            if self._options.user_stacks:
+        """Brings what was newly mapped to all who work by it.
+
+        Where there are new files, walks of stacks come first, which go on meanwhile: the others ask
+        about these, and wait for the answers. What maps known files is brought with others.
+        """
+        remapped = self.table.take_remapped()
+        images = [image for image in remapped if not self._left_out.leave_out(image)]
+        if self._options.user_stacks:
+            are_files_new = any(map(self.tables.maps_new_files, images))
+            for image in images:
                 self.tables.push(image)
+            if are_files_new and self._has_entered:  # before, each change is waited for
+                self.tables.poll()
+        for image in images:
             if self.table.is_current(image):
                 self._look(image)
 

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New mappings reach the kernel half before anything is asked about what they hold."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from aiflame.agent.recording.recorder import Recorder
+
+
+def _done_for(
+    images: list[str], *, known: tuple[str, ...] = (), has_entered: bool = True
+) -> list[str]:
+    """Returns what a recorder does, in order, once the mappings of images were read.
+
+    Args:
+        images: Their names.
+        known: Those that map nothing but what others had mapped before.
+        has_entered: Whether the threads that were there at the start are entered.
+    """
+    done: list[str] = []
+    recorder: Any = SimpleNamespace(
+        table=SimpleNamespace(
+            take_remapped=lambda: images, is_current=lambda image: image != "ended"
+        ),
+        tables=SimpleNamespace(
+            maps_new_files=lambda image: image not in known,
+            push=lambda image: done.append(f"push {image}"),
+            poll=lambda: done.append("poll"),
+        ),
+        _left_out=SimpleNamespace(leave_out=lambda image: image == "left out"),
+        _options=SimpleNamespace(user_stacks=True),
+        _has_entered=has_entered,
+        _look=lambda image: done.append(f"look {image}"),
+    )
+    Recorder._follow_mappings(recorder)
+    return done
+
+
+def test_stacks_can_be_walked_before_files_are_asked_about() -> None:
+    done = _done_for(["first", "second"])
+    assert done == ["push first", "push second", "poll", "look first", "look second"]
+
+
+def test_what_is_left_out_or_over_is_not_looked_at() -> None:
+    assert _done_for(["left out", "ended"]) == ["push ended", "poll"]
+
+
+def test_changes_are_made_together_where_no_file_is_new() -> None:
+    assert _done_for(["first"], known=("first",)) == ["push first", "look first"]
+    assert _done_for([]) == []
+
+
+def test_no_change_is_waited_for_while_existing_threads_are_entered() -> None:
+    assert _done_for(["first"], has_entered=False) == ["push first", "look first"]
