@@ -477,6 +477,7 @@ class ProcessTable:
         known = before or self._enter(pid, image, ns, parent_pid, name, cgroup_id)
         known.parent_pid = parent_pid or known.parent_pid
         known.cgroup_id = cgroup_id or known.cgroup_id
+        self._lives.update(ns)  # else what it has mapped since it was last seen may be missing
         life = self._lives.find(pid, image)
         known.name = _name_of(life) or name or known.name
         self._changed[known.index] = known

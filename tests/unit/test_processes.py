@@ -339,10 +339,15 @@ def _lines(*paths: str) -> list[MapsLine]:
 
 
 class _Told:
-    """What the kernel has told of lives."""
+    """What the kernel has told of lives.
+
+    Attributes:
+        read_ns: Until when it is all that was read.
+    """
 
     def __init__(self) -> None:
         self.events: list[LifeEvent] = []
+        self.read_ns = 0
 
     def tell(self, *events: LifeEvent) -> None:
         self.events += events
@@ -354,7 +359,7 @@ class _Told:
 
     def read(self) -> tuple[LifeRecords, int]:
         events, self.events = self.events, []
-        return records(events), 0
+        return records(events), self.read_ns
 
 
 @pytest.fixture
@@ -462,6 +467,22 @@ def test_what_was_told_is_there_without_a_read_while_it_is_all(
     told_table.seen(41, 5, 1, "ls", 8)
     assert image.mappings == (_mapped(0x1000), _mapped(0x3000), _mapped(0x5000))
     assert machine.reads == 1
+
+
+def test_what_was_mapped_since_it_was_last_seen_is_there_without_a_read(
+    machine: _Machine, told_table: ProcessTable, told: _Told
+) -> None:
+    # GIVEN a program that was seen before its library was mapped
+    told.tell(Named(2, 41, "ls", is_exec=True))
+    told.tell(Mapped(3, 41, 0x1000, 0x2000, 0, "00:00", 0, "//anon"))
+    told.read_ns = 6
+    image = told_table.seen(41, 5, 1, "ls", 6)
+    # WHEN it is seen again
+    told.tell(Mapped(7, 41, 0x3000, 0x4000, 0, "00:00", 0, "//anon"))
+    told_table.seen(41, 5, 1, "ls", 8)
+    # THEN what the kernel has told meanwhile is asked for
+    assert image.mappings == (_mapped(0x1000), _mapped(0x3000))
+    assert machine.reads == 0
 
 
 def test_mappings_of_what_is_over_are_looked_at_when_a_stack_has_come(
