@@ -13,8 +13,8 @@ Facts of what is gone are dropped by `forget`.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,9 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import StopReason
 from aiflame.agent.model.window import (
     COLUMNS,
-    NO_CHAIN,
     NO_COST,
     NO_STACK,
     NONE,
-    STACK_DTYPE,
     Column,
     Cost,
     Rows,
@@ -38,6 +36,7 @@ from aiflame.agent.model.window import (
     lengths,
     newest,
 )
+from aiflame.agent.recording.kept_rows import KeptRows
 
 Array = npt.NDArray[Any]
 
@@ -56,10 +55,7 @@ _MOST_CODE_ROWS = 1 << 15
 # Of stacks that are known between windows, however little memory there may be: 10,000 threads that
 # sleep have some thousand different ones.
 _LEAST_KEPT_STACKS = 1 << 12
-# Where in a row of a stack its process is.
-_PROCESS_AT = dict(STACK_DTYPE.fields or ())["process"][1]
-_PROCESS_OF_STACK = slice(_PROCESS_AT, _PROCESS_AT + 4)
-# How often kept stacks are gone through for those of processes that are gone: 30,000 take 15 ms.
+# How often kept stacks are gone through for those of processes that are gone.
 _LOOK_THROUGH_NS = 20_000_000_000
 # Texts beyond what was left when they were last gone through.
 _MOST_NEW_TEXTS = 1 << 13
@@ -156,11 +152,7 @@ class WindowBuilder:
         self._texts: dict[str, int] = {"": 0}
         self._facts: dict[str, Rows] = {name: np.zeros(0, COLUMNS[name].dtype) for name in _FACTS}
         self._new_facts: dict[str, list[Rows]] = {name: [] for name in _FACTS}
-        # By id, a row with its parts after it, as one object, since there are many; those that were
-        # mentioned last are at the end.
-        self._kept: dict[str, OrderedDict[int, bytes]] = {
-            name: OrderedDict() for name in _WITH_PARTS
-        }
+        self._kept = {name: KeptRows(name) for name in _WITH_PARTS}
         self._looked_through_ns = 0
         self._late: dict[str, set[int]] = {name: set() for name in _WITH_PARTS}
         self._open: dict[str, list[Rows]] = {name: [] for name in (*_MEASURES, *_EVENTS)}
@@ -208,17 +200,11 @@ class WindowBuilder:
             return
         if parts is None:
             raise ValueError(f"{column} have parts")
-        kept = self._kept[column]
+        self._kept[column].put(rows, parts)
         key = COLUMNS[column].key[0]
-        firsts, counts = rows["first"].tolist(), lengths(column, rows).tolist()
-        for at, (number, first, count) in enumerate(
-            zip(rows[key].tolist(), firsts, counts, strict=True)
-        ):
-            kept[number] = rows[at].tobytes() + parts[first : first + count].tobytes()
-            kept.move_to_end(number)
-            if is_late:
-                self._late[column].add(number)
-        if column == "stacks" and not is_late:
+        if is_late:
+            self._late[column].update(rows[key].tolist())
+        elif column == "stacks":
             for number, process in rows[[key, "process"]].tolist():
                 self._open_stacks.add(number, process)
                 self._open_stacks.new.add(number)
@@ -226,8 +212,7 @@ class WindowBuilder:
 
     def _drop_oldest(self) -> None:
         for kept in self._kept.values():
-            while len(kept) > self._kept_stacks:
-                kept.popitem(last=False)
+            kept.drop_oldest(self._kept_stacks)
 
     def keep_less(self) -> None:
         """Keeps half as many stacks between windows from now on, down to those that are needed."""
@@ -244,23 +229,18 @@ class WindowBuilder:
 
     def is_kept(self, column: str, number: int) -> bool:
         """Whether a stack or a chain is known; as OpenWindow.is_kept says."""
-        kept = self._kept[column]
-        content = kept.get(number)
-        if content is None:
-            return False
-        kept.move_to_end(number)  # what has come again is about to be mentioned
-        if column == "stacks":
-            process = int.from_bytes(content[_PROCESS_OF_STACK], "little")
+        process = self._kept[column].mention(number)  # what has come again is about to be mentioned
+        if process is not None and column == "stacks":
             self._open_stacks.add(number, process)
-        return True
+        return process is not None
 
     def stack(self, stack: int) -> tuple[np.void, npt.NDArray[np.uint64]] | None:
         """Returns what is known of a stack; as OpenWindow.stack says."""
         kept = self._kept["stacks"].get(stack)
         if kept is None:
             return None
-        dtype = COLUMNS["stacks"].dtype
-        return _row_in("stacks", kept), np.frombuffer(kept, "<u8", offset=dtype.itemsize)
+        row, parts = kept
+        return row, np.frombuffer(parts, "<u8")
 
     def user_addresses(self, stack: int) -> npt.NDArray[np.uint64]:
         """Returns the user half of a stack; as OpenWindow.user_addresses says."""
@@ -341,8 +321,8 @@ class WindowBuilder:
         self._add_stacks(columns)
         # With fewer, windows would lose stacks of those who sleep on, and end early each time. New
         # ones that do not come again may take no more than there is memory for.
-        mentioned = set(columns["stacks"]["stack"].tolist())
-        needed = 2 * len(mentioned - self._open_stacks.new)
+        new = np.fromiter(self._open_stacks.new, np.uint64, len(self._open_stacks.new))
+        needed = 2 * len(np.setdiff1d(columns["stacks"]["stack"], new))
         self._needed_stacks = min(needed, self._bounds.kept_stacks)
         self._kept_stacks = max(self._kept_stacks, self._needed_stacks)
         self._add_facts(columns, changed)
@@ -417,53 +397,42 @@ class WindowBuilder:
 
     def _add_stacks(self, columns: dict[str, Rows]) -> None:
         """Adds the stacks that rows mention, and the chains that these do."""
-        owners: dict[int, int] = {}
+        stacks, processes = [], []
         for name in (*_MEASURES, *_EVENTS):
             rows = columns.get(name)
             if rows is not None and "stack" in (rows.dtype.names or ()):
-                processes = self._processes_of(rows["thread"])
-                owners.update(zip(rows["stack"].tolist(), processes.tolist(), strict=True))
-        owners.pop(NO_STACK, None)
-        owners.update(self._take_late("stacks"))
-        columns["stacks"], columns["addresses"] = self._from_kept("stacks", owners)
-        chains = columns["stacks"]["chain"]
-        processes = columns["stacks"]["process"].tolist()
-        owners = dict(zip(chains.tolist(), processes, strict=True))
-        owners.pop(NO_CHAIN, None)
-        owners.update(self._take_late("chains"))
-        columns["chains"], columns["chain_frames"] = self._from_kept("chains", owners)
+                stacks.append(rows["stack"])
+                processes.append(self._processes_of(rows["thread"]))
+        columns["stacks"], columns["addresses"] = self._from_kept(
+            "stacks", np.concatenate(stacks), np.concatenate(processes)
+        )
+        rows = columns["stacks"]
+        columns["chains"], columns["chain_frames"] = self._from_kept(
+            "chains", rows["chain"], rows["process"]
+        )
 
-    def _take_late(self, column: str) -> dict[int, int]:
-        """Returns those that are given late; they are kept, so nobody asks for their process."""
-        processes = self._process_numbers()
-        kept = self._kept[column]
-        late = {
-            number: NONE
-            for number in self._late[column]
-            if number in kept and int(_row_in(column, kept[number])["process"]) in processes
-        }
+    def _from_kept(self, column: str, numbers: Array, owners: Array) -> tuple[Rows, Rows]:
+        """Returns kept rows and their parts: those that are mentioned, and those given late.
+
+        Args:
+            column: What they are.
+            numbers: Ids that are mentioned, 0 for none; shape (n,).
+            owners: Of each its process, should it not be there any more.
+        """
+        layout = COLUMNS[column]
+        there = self._facts["processes"]["process"]
+        late = np.fromiter(self._late[column], np.uint64, len(self._late[column]))
         self._late[column].clear()
-        return late
-
-    def _from_kept(self, column: str, owners: dict[int, int]) -> tuple[Rows, Rows]:
-        """Returns kept rows by id, each with its process, should it not be there any more."""
-        layout, kept = COLUMNS[column], self._kept[column]
-        size = layout.dtype.itemsize
-        processes = self._process_numbers()
-        found, parts = [], []
-        for number, process in owners.items():
-            content = kept.get(number)
-            if content is None or int(_row_in(column, content)["process"]) not in processes:
-                content = _lost(column, number, process)
-                self.lose(_LOST[column], 1)
-            else:
-                kept.move_to_end(number)
-            found.append(content[:size])
-            parts.append(content[size:])
-        rows = np.frombuffer(b"".join(found), layout.dtype).copy()
+        numbers, at = np.unique(np.concatenate([numbers, late]), return_index=True)
+        is_mentioned = at < len(owners)  # what is only late, and not kept any more, is left out
+        is_kept, found, parts = self._kept[column].take(numbers, there)
+        is_lost = ~is_kept & is_mentioned & (numbers != NO_STACK)
+        self.lose(_LOST[column], int(is_lost.sum()))
+        lost = _lost(column, numbers[is_lost], owners[at[is_lost]])
+        rows = np.concatenate([found, lost])
         count = lengths(column, rows)
         rows["first"] = np.cumsum(count) - count
-        return rows, np.frombuffer(b"".join(parts), COLUMNS[layout.parts].dtype)
+        return rows, np.frombuffer(parts, COLUMNS[layout.parts].dtype)
 
     def _add_facts(self, columns: dict[str, Rows], changed: dict[str, Rows]) -> None:
         """Adds the facts that rows refer to, and those that have changed."""
@@ -503,10 +472,6 @@ class WindowBuilder:
             for text in column.texts:
                 rows[text] = [local.setdefault(t, len(local)) for t in rows[text].tolist()]
         return tuple(words[text] for text in local)
-
-    def _process_numbers(self) -> set[int]:
-        numbers: set[int] = set(self._facts["processes"]["process"].tolist())
-        return numbers
 
     def _in_chains(self, name: str, known: Rows, columns: dict[str, Rows]) -> npt.NDArray[np.bool_]:
         """Tells which facts of Python code a window's chains have."""
@@ -556,22 +521,16 @@ class WindowBuilder:
 
     def _drop_stacks_of_gone(self) -> None:
         """Drops kept stacks and chains that windows would only show as lost."""
-        there = self._facts["processes"]["process"]
-        for column, kept in self._kept.items():
-            rows = _rows_in(column, kept.values())
-            is_gone = ~np.isin(rows["process"], there)
-            for number in rows[COLUMNS[column].key[0]][is_gone].tolist():
-                del kept[number]
+        for kept in self._kept.values():
+            kept.drop_gone(self._facts["processes"]["process"])
 
     def _drop_code(self) -> None:
         """Drops facts of Python code that no chain has that is kept, where there are many."""
         if sum(len(self._facts[name]) for name in _OF_CODE) <= self._most_code_rows:
             return
-        kept = self._kept["chains"].values()
-        chains, size = _rows_in("chains", kept), COLUMNS["chains"].dtype.itemsize
-        parts = b"".join(content[size:] for content in kept)
-        frames = np.frombuffer(parts, COLUMNS["chain_frames"].dtype)
-        columns = {"chains": chains, "chain_frames": frames}
+        kept = self._kept["chains"]
+        frames = np.frombuffer(kept.parts, COLUMNS["chain_frames"].dtype)
+        columns = {"chains": kept.rows, "chain_frames": frames}
         for name in _OF_CODE:
             rows = self._facts[name]
             self._facts[name] = rows[self._in_chains(name, rows, columns)]
@@ -609,18 +568,6 @@ def _with_changed(known: Rows, changed: Rows, column: Column) -> Rows:
     return np.concatenate([known[~is_old], changed])
 
 
-def _row_in(column: str, content: bytes) -> np.void:
-    """Returns the row of what is kept of a stack or a chain."""
-    row: np.void = np.frombuffer(content, COLUMNS[column].dtype, 1)[0]
-    return row
-
-
-def _rows_in(column: str, kept: Iterable[bytes]) -> Rows:
-    """Returns those of many."""
-    dtype = COLUMNS[column].dtype
-    return np.frombuffer(b"".join(content[: dtype.itemsize] for content in kept), dtype)
-
-
 def _code_keys(name: str, processes: npt.NDArray[np.uint32], rows: Rows) -> npt.NDArray[np.uint64]:
     """Returns a number for each (process, code), of lines (process, code, position)."""
     keys: npt.NDArray[np.uint64] = rows["code"] * _MIX + processes.astype(np.uint64)
@@ -641,10 +588,10 @@ def _rank_in_runs(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return rank
 
 
-def _lost(column: str, number: int, process: int) -> bytes:
-    """Returns the row of a stack or chain whose content is not there."""
-    row = np.zeros(1, COLUMNS[column].dtype)
-    row[COLUMNS[column].key[0]], row["process"] = number, process
+def _lost(column: str, numbers: Array, processes: Array) -> Rows:
+    """Returns the rows of stacks or chains whose content is not there."""
+    rows = np.zeros(len(numbers), COLUMNS[column].dtype)
+    rows[COLUMNS[column].key[0]], rows["process"] = numbers, processes
     if column == "stacks":
-        row["stop_reason"], row["call"] = StopReason.LOST, NONE
-    return row.tobytes()
+        rows["stop_reason"], rows["call"] = StopReason.LOST, NONE
+    return rows
