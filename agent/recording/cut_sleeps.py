@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -35,7 +35,7 @@ from aiflame.agent.processes.unwind_tables import UnwindTables
 from aiflame.agent.recording.cut_stacks import CutStack
 from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.sleep_walks import Sleeper, SleepWalks, run
-from aiflame.agent.recording.stacks import LATE_SLEEPS, LateWalk, Stacks
+from aiflame.agent.recording.stacks import LATE_SLEEPS, LateWalk, Stacks, digest
 
 Array = npt.NDArray[np.void]
 
@@ -164,7 +164,7 @@ class CutSleeps:
         self._over: list[CutSleep] = []  # have ended, and wait no more
         self._made = 0
         self._boundary_ns = 0
-        self._shared: OrderedDict[Hashable, int] = OrderedDict()  # ids by content
+        self._shared: OrderedDict[bytes, int] = OrderedDict()  # ids by digest
         self._left_to_read = _MOST_READ
         self._window_ns = 0
         self._read_ns: dict[int, int] = {}  # when mappings were read again, by image
@@ -382,8 +382,8 @@ class CutSleeps:
             return
         user, end = (walked.addresses, walked.end) if has_user else (None, sleep.cut.end)
         if not sleep.is_told:
-            frames = None if python is None else (python.frames, python.gil)
-            content = (sleep.image, sleep.pid, sleep.stack, user, end, frames)
+            whose = (sleep.image, sleep.pid, sleep.stack)
+            content = digest([*whose, end, user is None, *(user or ())], python)
             shared = self._shared.setdefault(content, sleep.made)
             if shared != sleep.made and self._stacks.row(shared) is not None:
                 sleep.made, sleep.is_whole = shared, True

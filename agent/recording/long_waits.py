@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Hashable
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.processes.threads import swept_threads
 from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.sleep_walks import Sleeper, SleepWalks, run
-from aiflame.agent.recording.stacks import SWEPT_STACKS, MadeStack, Stacks
+from aiflame.agent.recording.stacks import SWEPT_STACKS, MadeStack, Stacks, digest
 
 Array = npt.NDArray[np.void]
 
@@ -72,7 +71,7 @@ class LongWaits:
         self.due_ns = 0
         self.walked = 0
         self.thrift = 1
-        self._shared: OrderedDict[Hashable, int] = OrderedDict()  # ids by content
+        self._shared: OrderedDict[bytes, int] = OrderedDict()  # ids by digest
         self._made = 0
         self._swept: dict[int, tuple[int, int]] = {}  # when it began, and its stack, by thread
         self._tries: dict[tuple[int, int], int] = {}  # by thread and when it began
@@ -147,8 +146,7 @@ class LongWaits:
         end = StopReason.NOT_WALKED if walked is None else walked.end
         if not self._walks.are_wanted:
             end = StopReason.EXCLUDED
-        frames = None if python is None else (tuple(python.frames), python.gil)
-        content = (image.index, tuple(kernel), tuple(user), end, frames)
+        content = digest([image.index, end, len(kernel), *kernel, *user], python)
         stack = self._shared.get(content)
         if stack is None or self._stacks.row(stack) is None:
             self._made += 1

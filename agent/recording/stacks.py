@@ -7,6 +7,7 @@ between the two writes): a window that mentions a stack which has not come has i
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from aiflame.agent.devices.locations import LocatedStack
 from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import StopReason
 from aiflame.agent.model.window import COLUMNS, MADE_STACKS, NO_CHAIN, NONE, OpenWindow
+from aiflame.agent.processes.python_threads import ThreadPython
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.recording.cut_stacks import CutStack, CutStacks
 
@@ -90,6 +92,21 @@ class LateWalk:
     chain: int
     gil: int
     cut: CutStack
+
+
+def digest(numbers: Sequence[int], python: ThreadPython | None) -> bytes:
+    """Returns 16 bytes that tell stacks apart, whose content would take a thousand to keep.
+
+    Args:
+        numbers: What a stack is but for its Python frames, in a way that no other one has; u64.
+        python: These.
+    """
+    frames = () if python is None else python.frames
+    parts = [(frame.code_address, frame.position, frame.ends_run) for frame in frames]
+    gil = NONE if python is None else int(python.gil)
+    content = np.array([gil, len(parts), *numbers], np.uint64).tobytes()
+    content += np.array(parts, COLUMNS["chain_frames"].dtype).tobytes()
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 class Stacks:
