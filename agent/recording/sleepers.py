@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from aiflame.agent.kernel import abi
@@ -70,6 +70,12 @@ class EnteredThread(Sleeper):
     is_asleep: bool
     is_settled: bool = False
     is_given: bool = False
+
+    def drop_frames(self) -> None:
+        """Lets go of what windows have been given; how the stack ends is still asked for."""
+        self.kernel_frames, self.python = (), None
+        if self.walked is not None:
+            self.walked = replace(self.walked, addresses=())
 
 
 class Sleepers:
@@ -347,6 +353,7 @@ def give_sleepers(
         else:
             sleepers.keep_python(stack, image, python)
             stacks.add_made(stack, MadeStack(image, kernel, user, end, stack, int(python.gil)))
+        sleeper.drop_frames()
 
 
 def give_all_sleepers(
