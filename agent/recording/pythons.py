@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,9 +60,6 @@ _NEW_NS = 1_500_000_000
 
 # Chains that wait for their names, of 3 KB each.
 _MOST_UNNAMED = 1 << 10
-
-# Chains that windows know are kept between drains, as many as windows keep.
-_KEPT_CHAINS = 1 << 15
 
 _END_LOSSES = {
     abi.PythonEnd.TOO_DEEP: LossKind.PYTHON_TOO_DEEP,
@@ -114,7 +111,6 @@ class PythonProcesses:
         self._waiting: dict[int, PythonProcess] = {}  # by pid: the interpreter is starting
         self._told: set[int] = set()  # by pid: what the kernel half was told of from here
         self.by_image: dict[int, PythonProcess] = {}
-        self._chains: OrderedDict[int, None] = OrderedDict()  # that windows know
         self._unnamed: dict[int, np.void] = {}  # chains that have come since
         self._named_ns = 0  # when all of them were last named
         self.thrift = 1
@@ -322,7 +318,7 @@ class PythonProcesses:
     def _collect_chains(self) -> None:
         for keys, records in self._programs.python_chains.chunks(take=True):
             for key, record in zip(keys.tolist(), records, strict=True):
-                if not self._is_known(key):
+                if not self._window.is_kept("chains", key):
                     self._unnamed[key] = record.copy()  # a view would keep all of its chunk
             if len(self._unnamed) >= _MOST_UNNAMED:
                 self._name_chains([*self._unnamed])
@@ -345,9 +341,6 @@ class PythonProcesses:
             if self._image(record).started_ns > now_ns - self._young_ns
         ]
 
-    def _is_known(self, chain: int) -> bool:
-        return chain in self._chains and self._window.is_kept("chains", chain)
-
     def _read_codes(self, records: Iterable[np.void]) -> None:
         """Reads the code objects of chains, those of each process together."""
         wanted: defaultdict[int, set[int]] = defaultdict(set)
@@ -367,9 +360,6 @@ class PythonProcesses:
         self._facts.flush()
 
     def _take_chain(self, chain: int, record: np.void) -> None:
-        self._chains[chain] = None
-        if len(self._chains) > _KEPT_CHAINS:
-            self._chains.popitem(last=False)
         image, end = self._image(record), abi.PythonEnd(int(record["end"]))
         process = self.by_image.get(image.index)
         if end is not abi.PythonEnd.COMPLETE:

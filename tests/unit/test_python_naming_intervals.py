@@ -37,7 +37,8 @@ class _Pythons(PythonProcesses):
     def __init__(self, chains: _Chains, now_ns: int) -> None:
         anything: Any = SimpleNamespace(binaries=None)
         programs: Any = SimpleNamespace(python_chains=chains)
-        super().__init__(programs, anything, anything, anything)
+        window: Any = SimpleNamespace(is_kept=lambda column, number: False)
+        super().__init__(programs, anything, anything, window)
         self.by_image = {_OLD: anything, _YOUNG: anything}
         self._started_ns = {_OLD: now_ns - 3600_000 * _MS, _YOUNG: now_ns}
         self._latest_ns = now_ns
@@ -45,9 +46,6 @@ class _Pythons(PythonProcesses):
 
     def _image(self, record: Any) -> Any:
         return SimpleNamespace(started_ns=self._started_ns[int(record["image"])])
-
-    def _is_known(self, chain: int) -> bool:
-        return False
 
     def _name_chains(self, chains: Collection[int]) -> None:
         for chain in chains:
