@@ -82,7 +82,7 @@ class ThreadTimes:
         self._table = table
         self._boundary_ns = 0
         self._known: Array = np.zeros(0, _KNOWN_DTYPE)  # in the order of tids
-        self._ends: list[bytes] = []
+        self._ends = bytearray()  # THREAD_EVENT_DTYPE, one after the other
         self._totals: list[Part] = []
 
     def start(self, boundary_ns: int) -> None:
@@ -91,11 +91,11 @@ class ThreadTimes:
 
     def end(self, event: bytes) -> None:
         """Takes note that a thread has ended, by its THREAD_EVENT_DTYPE."""
-        self._ends.append(event)
+        self._ends += event
 
     def _ended(self) -> Array:
         """Returns the ends that no window has told of, THREAD_EVENT_DTYPE."""
-        return np.frombuffer(b"".join(self._ends), abi.THREAD_EVENT_DTYPE)
+        return np.frombuffer(bytes(self._ends), abi.THREAD_EVENT_DTYPE)
 
     def unaccounted(self, keys: Array, tids: Array, states: Array) -> int:
         """Returns of how many threads there are sums, but neither a state nor an end as yet.
@@ -149,7 +149,7 @@ class ThreadTimes:
         slots = (0, 1) if is_last else (written,)
         charged = self._charge(boundary_ns, tids[is_there], states[is_there], running, slots)
         self._boundary_ns = boundary_ns
-        self._ends = [late.tobytes()]
+        self._ends = bytearray(late.tobytes())
         parts = [*since_entered, *charged.parts]
         return Charged(
             np.concatenate([keys for keys, _ in parts]),
