@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ from aiflame.agent.python.interpreter import (
     may_hold_interpreter,
 )
 from aiflame.agent.python.questions import Unsupported, interpreter_in
+
+# Processes that were forked from one have it at the same addresses.
+_loaded_at = functools.lru_cache(maxsize=256)(Interpreter.loaded_at)
 
 
 class FoundInterpreter(NamedTuple):
@@ -49,7 +53,7 @@ class InterpreterFinder:
             if interpreter is None:
                 continue
             with self._binaries.guard.each_file(self._binaries.files[mapping.binary].path):
-                loaded = interpreter.loaded_at(self._images.bias(mapping))
+                loaded = _loaded_at(interpreter, self._images.bias(mapping))
                 return FoundInterpreter(mapping.binary, loaded)
         return None
 

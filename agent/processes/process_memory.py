@@ -18,6 +18,8 @@ class ProcessMemory:
         pid: Process id in this pid namespace, or the id of one of its threads.
     """
 
+    __slots__ = ("_remote", "pid")
+
     def __init__(self, remote: RemoteMemory, pid: int) -> None:
         self._remote = remote
         self.pid = pid

@@ -75,6 +75,19 @@ _shared_known = functools.lru_cache(maxsize=_MAX_SHARED)(_Known)
 _MAX_SHARED_BYTES = 4096
 
 
+@functools.lru_cache(maxsize=16)
+def _pointers_of(layout: Layout) -> tuple[int, ...]:
+    """Returns where in a code object the pointers are that tell it from others."""
+    pointers = (
+        layout.code_filename,
+        layout.code_name,
+        layout.code_qualname,
+        layout.code_line_table,
+        layout.code_instructions if layout.code_qualname == ABSENT else ABSENT,
+    )
+    return tuple(offset for offset in pointers if offset != ABSENT)
+
+
 class CodeReader:
     """Reads the code objects of one process.
 
@@ -88,18 +101,13 @@ class CodeReader:
             anew) and `cache_full` (the oldest was forgotten).
     """
 
+    __slots__ = ("_cache", "_head_bytes", "_layout", "_memory", "_pointers", "drops")
+
     def __init__(self, memory: BatchMemory, layout: Layout) -> None:
         self._memory = memory
         self._layout = layout
         self._cache: dict[int, _Known] = {}  # the oldest first
-        pointers = (
-            layout.code_filename,
-            layout.code_name,
-            layout.code_qualname,
-            layout.code_line_table,
-            layout.code_instructions if layout.code_qualname == ABSENT else ABSENT,
-        )
-        self._pointers = tuple(offset for offset in pointers if offset != ABSENT)
+        self._pointers = _pointers_of(layout)
         self._head_bytes = max(*self._pointers, layout.code_first_line) + 8
         self.drops: Counter[str] = Counter()
 

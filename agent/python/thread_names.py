@@ -139,6 +139,11 @@ class ThreadNameReader:
         passed_over: Threads beyond MAX_THREADS when names were read last.
     """
 
+    __slots__ = (
+        *("_active", "_layout", "_memory", "_modules_state", "_objects", "_runtime_address"),
+        *("_texts", "passed_over"),
+    )
+
     def __init__(
         self, memory: BatchMemory, layout: Layout, objects: Objects, runtime_address: int
     ) -> None:
