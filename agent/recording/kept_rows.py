@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.window import COLUMNS, Rows, lengths
+from aiflame.agent.recording.id_slots import IdSlots
 
 # Slots at first; each time that there is none left, half as many more.
 _FIRST_SLOTS = 1 << 10
@@ -30,8 +31,7 @@ class KeptRows:
         self._column = column
         self._key = COLUMNS[column].key[0]
         self._dtype = COLUMNS[column].dtype
-        self._slots: dict[int, int] = {}  # by id
-        self._free: list[int] = []
+        self._slots = IdSlots()
         self._rows: Rows = np.zeros(0, self._dtype)
         self._parts: list[bytes] = []
         # When each was mentioned last, counted in mentions; 0 for a slot that is free.
@@ -45,7 +45,7 @@ class KeptRows:
         return len(self._slots)
 
     def __contains__(self, number: int) -> bool:
-        return number in self._slots
+        return self._slots.get(number) is not None
 
     @property
     def rows(self) -> Rows:
@@ -98,10 +98,11 @@ class KeptRows:
             Which of them these are, shape (n,); the rows, without a valid `first`; and the parts of
             all of these.
         """
-        found = np.array([self._slots.get(number, -1) for number in numbers.tolist()], np.int64)
-        is_there = found >= 0
-        is_there[is_there] = np.isin(self._rows["process"][found[is_there]], processes)
-        slots = found[is_there]
+        found = [self._slots.get(number) for number in numbers.tolist()]
+        is_there = np.array([slot is not None for slot in found], np.bool_)
+        slots = np.array([slot for slot in found if slot is not None], np.int64)
+        is_there[is_there] = is_of_these = np.isin(self._rows["process"][slots], processes)
+        slots = slots[is_of_these]
         self._mentioned[slots] = self._mentions + 1 + np.arange(len(slots))
         self._mentions += len(slots)
         parts = b"".join([self._parts[slot] for slot in slots.tolist()])
@@ -122,27 +123,24 @@ class KeptRows:
         """Returns the slot of an id, a free one if it is new."""
         slot = self._slots.get(number)
         if slot is None:
-            if not self._free:
+            slot = self._slots.add(number)
+            if slot == len(self._rows):
                 self._grow()
-            slot = self._slots[number] = self._free.pop()
         return slot
 
     def _grow(self) -> None:
-        begin = len(self._rows)
-        more = max(begin // 2, _FIRST_SLOTS)
+        more = max(len(self._rows) // 2, _FIRST_SLOTS)
         self._rows = np.concatenate([self._rows, np.zeros(more, self._dtype)])
         self._mentioned = np.concatenate([self._mentioned, np.zeros(more, np.int64)])
         self._parts += [b""] * more
-        self._free += range(begin, begin + more)
 
     def _mention(self, slot: int) -> None:
         self._mentions += 1
         self._mentioned[slot] = self._mentions
 
     def _drop(self, slot: int) -> None:
-        del self._slots[int(self._rows[self._key][slot])]
+        self._slots.drop(slot)
         self._parts[slot], self._mentioned[slot] = b"", 0
-        self._free.append(slot)
 
     def _from_oldest(self) -> Iterator[int]:
         """Yields slots by when they were mentioned last, without end; each is dropped then.

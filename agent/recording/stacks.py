@@ -8,7 +8,7 @@ between the two writes): a window that mentions a stack which has not come has i
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from aiflame.agent.model.window import COLUMNS, MADE_STACKS, NO_CHAIN, NONE, Ope
 from aiflame.agent.processes.python_threads import ThreadPython
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.recording.cut_stacks import CutStack, CutStacks
+from aiflame.agent.recording.id_slots import IdSlots
 
 # Of these, by their highest bits, threads that were there when the recording began, those that have
 # not run yet, long waits that were not sampled, waits that have no stack, and sleeps of later.
@@ -136,8 +137,10 @@ class Stacks:
         self._table = table
         self._calls = calls
         self._observers = observers
-        # The binaries that each has addresses in; the oldest first.
-        self._known: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        # The binaries that each has addresses in, by slot; slots come round in turn.
+        self._known = IdSlots()
+        self._known_binaries: list[tuple[int, ...]] = []
+        self._oldest = 0  # of the slots
         self._binaries: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def add(
@@ -192,9 +195,21 @@ class Stacks:
 
     def _note(self, stack: int, binaries: tuple[int, ...]) -> None:
         # Stacks are many, sets of binaries few: each is kept once.
-        self._known[stack] = self._binaries.setdefault(binaries, binaries)
-        if len(self._known) > _KNOWN_STACKS:
-            self._known.popitem(last=False)
+        binaries = self._binaries.setdefault(binaries, binaries)
+        slot = self._known.get(stack)
+        if slot is not None:
+            self._known_binaries[slot] = binaries
+        elif len(self._known) < _KNOWN_STACKS:
+            self._known.add(stack)
+            self._known_binaries.append(binaries)
+        else:
+            self._known.drop(self._oldest)
+            self._known_binaries[self._known.add(stack)] = binaries  # the same slot
+            self._oldest = (self._oldest + 1) % _KNOWN_STACKS
+
+    def _binaries_of(self, stack: int) -> tuple[int, ...]:
+        slot = self._known.get(stack)
+        return () if slot is None else self._known_binaries[slot]
 
     def add_made(self, stack: int, made: MadeStack) -> None:
         """Takes in a stack that the host half walked, maybe after windows that mention it."""
@@ -242,7 +257,7 @@ class Stacks:
                 user = self._calls.with_call(image, user, call, late.cut.call_return)
             addresses = np.concatenate([addresses[: int(row["kernel_depth"])], user])
             row["user_depth"] = len(user)
-        self._note(made, self._known.get(stack, ()))
+        self._note(made, self._binaries_of(stack))
         rows, parts = np.array([row], _STACK_DTYPE), addresses.view(_ADDRESS_DTYPE)
         self._window.define("stacks", rows, parts, is_late=is_late)
         return True
@@ -250,8 +265,9 @@ class Stacks:
     def binaries_of(self, stacks: npt.NDArray[np.uint64]) -> Counter[int]:
         """Returns in how many of some stacks each binary is."""
         found: Counter[int] = Counter()
-        for stack in np.unique(stacks).tolist():
-            found.update(self._known.get(stack, ()))
+        for binaries, count in Counter(map(self._binaries_of, np.unique(stacks).tolist())).items():
+            for binary in binaries:
+                found[binary] += count
         return found
 
     def has_come(self, stack: int) -> bool:

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which slot of an array each of many 64-bit ids has: in 20 bytes for one, where a dict takes 140.
+
+It is a hash table with linear probing and multiplicative hashing (Knuth, The Art of Computer
+Programming 3, 6.4). Some ids are hashes, others are counted, those of several kinds from 0 on.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+_LEAST_POSITIONS = 1 << 10
+# 2^64 by the golden ratio: ids that were counted lie far apart then.
+_SPREADS = 0x9E37_79B9_7F4A_7C15
+
+
+class IdSlots:
+    """The slots of ids. A new one gets the slot that was given up last, else a new slot."""
+
+    def __init__(self) -> None:
+        self._ids = array("Q")  # by slot
+        self._free: list[int] = []
+        # From where an id belongs on, up to the first 0: slots, each plus 1. A power of two.
+        self._positions = array("I", [0]) * _LEAST_POSITIONS
+
+    def __len__(self) -> int:
+        return len(self._ids) - len(self._free)
+
+    def get(self, number: int) -> int | None:
+        """Returns the slot of an id, None if it has none."""
+        found = self._positions[self._position(number)]
+        return found - 1 if found else None
+
+    def add(self, number: int) -> int:
+        """Gives an id that has none a slot; returns it."""
+        if 2 * len(self) >= len(self._positions):
+            self._spread()
+        if self._free:
+            slot = self._free.pop()
+            self._ids[slot] = number
+        else:
+            slot = len(self._ids)
+            self._ids.append(number)
+        self._positions[self._position(number)] = slot + 1
+        return slot
+
+    def drop(self, slot: int) -> None:
+        """Takes a slot from its id."""
+        positions, mask = self._positions, len(self._positions) - 1
+        hole = at = self._position(self._ids[slot])
+        positions[hole] = 0
+        self._free.append(slot)
+        # Those that a search would miss from here on are moved into the hole.
+        while found := positions[at := at + 1 & mask]:
+            home = self._ids[found - 1] * _SPREADS >> 32 & mask
+            if (at - home & mask) >= (at - hole & mask):
+                positions[hole], positions[at] = found, 0
+                hole = at
+
+    def _position(self, number: int) -> int:
+        """Returns where the slot of an id is, or would be."""
+        ids, positions, mask = self._ids, self._positions, len(self._positions) - 1
+        at = number * _SPREADS >> 32 & mask
+        while (found := positions[at]) and ids[found - 1] != number:
+            at = at + 1 & mask
+        return at
+
+    def _spread(self) -> None:
+        """Makes the table twice as large."""
+        before = self._positions
+        self._positions = array("I", [0]) * (2 * len(before))
+        for found in filter(None, before):
+            self._positions[self._position(self._ids[found - 1])] = found
