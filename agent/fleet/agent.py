@@ -93,8 +93,8 @@ _TELL_NS, _MOST_SELDOM = _WINDOW_NS, 4
 _RESTART_S = 10.0
 # How often what is old is removed.
 _TIDY_S = 60.0
-# How often what was freed goes back to the kernel: it is most once the stacks of all threads that
-# there were at the start have been walked.
+# How often what was freed goes back to the kernel, besides after windows: it is most once the
+# stacks of all threads that there were at the start have been walked.
 _GIVE_BACK_S = 10.0
 
 _NS_PER_S = 1_000_000_000
@@ -346,7 +346,8 @@ class _Agent:
         self._naming: NamingProcess | None = None
         self._restart_at_s = 0.0
         self._stretch: Stretch | None = None
-        self._tidied_s = self._gave_back_s = time.monotonic()
+        self._tidied_s = time.monotonic()
+        self._give_back_at_s = self._tidied_s + _GIVE_BACK_S
         self._untold_windows = 0
         self._told_ns = 0  # until when windows were told of, since the recording's start
         self._told_thrift = 1
@@ -454,6 +455,7 @@ class _Agent:
                 )
                 return
         self._vitals.note_window(window, is_kept=True)
+        self._give_back_at_s = 0.0  # what it took is free by the next interval
         stretch = self._stretch
         if stretch is None:
             return
@@ -529,9 +531,9 @@ class _Agent:
             self._start_naming()
         if time.monotonic() - self._tidied_s >= _TIDY_S:
             self._tidy()
-        if time.monotonic() - self._gave_back_s >= _GIVE_BACK_S:
-            self._gave_back_s = time.monotonic()
+        if time.monotonic() >= self._give_back_at_s:
             give_back_freed_memory()
+            self._give_back_at_s = time.monotonic() + _GIVE_BACK_S
 
     def _hear(self, naming: NamingProcess) -> None:
         for report in naming.reports():
