@@ -16,11 +16,15 @@ from collections.abc import Iterator
 # malloc.h, glibc 2.36.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
-# As glibc begins with. What maps are read into is larger, and mostly stays untouched: the kernel
-# gives out zeroed pages, while a block that was used before must be zeroed as a whole. So are the
-# arrays of a window of thousands of threads: in the heap they would be scattered among what stays,
-# and keep as much memory resident between two windows as all of them have within one.
-_LARGE_BYTES = 1 << 17
+# What maps are read into mostly stays untouched: the kernel gives out zeroed pages, while a block
+# that was used before must be zeroed as a whole. The arrays of a window of thousands of threads
+# would be scattered among what stays, and keep as much memory resident between two windows as all
+# of them have within one. Copies of the stacks of threads that sleep are the smallest of what is
+# meant, 16 KB each, and thousands at first: once the heap has had room for them, glibc takes larger
+# blocks from there as well.
+_LARGE_BYTES = 1 << 14
+# At the end of the heap, as glibc begins with.
+_KEPT_BYTES = 1 << 17
 
 
 def map_large_blocks() -> None:
@@ -28,7 +32,7 @@ def map_large_blocks() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def give_back_freed_memory() -> None:
