@@ -101,7 +101,8 @@ class KeptRows:
         found = [self._slots.get(number) for number in numbers.tolist()]
         is_there = np.array([slot is not None for slot in found], np.bool_)
         slots = np.array([slot for slot in found if slot is not None], np.int64)
-        is_there[is_there] = is_of_these = np.isin(self._rows["process"][slots], processes)
+        is_of_these = np.isin(self._rows["process"][slots], processes)
+        is_there[is_there] = is_of_these
         slots = slots[is_of_these]
         self._mentioned[slots] = self._mentions + 1 + np.arange(len(slots))
         self._mentions += len(slots)
@@ -118,6 +119,11 @@ class KeptRows:
         is_gone = (self._mentioned > 0) & ~np.isin(self._rows["process"], processes)
         for slot in np.flatnonzero(is_gone).tolist():
             self._drop(slot)
+
+    def drop_unused_parts(self) -> None:
+        """Drops parts that no row has any more, as is done from time to time."""
+        self._shared = {used: used for used in self._parts}
+        self._most_shared = 2 * len(self._shared) + _MOST_UNUSED_PARTS
 
     def _slot(self, number: int) -> int:
         """Returns the slot of an id, a free one if it is new."""
@@ -159,6 +165,5 @@ class KeptRows:
     def _once(self, parts: bytes) -> bytes:
         """Returns equal parts that are there already, if any."""
         if len(self._shared) >= self._most_shared:
-            self._shared = {used: used for used in self._parts}
-            self._most_shared = 2 * len(self._shared) + _MOST_UNUSED_PARTS
+            self.drop_unused_parts()
         return self._shared.setdefault(parts, parts)

@@ -219,6 +219,8 @@ class WindowBuilder:
         least = max(_LEAST_KEPT_STACKS, self._needed_stacks)
         self._kept_stacks = min(max(self._kept_stacks // 2, least), self._kept_stacks)
         self._drop_oldest()
+        for kept in self._kept.values():
+            kept.drop_unused_parts()
 
     def keep_more(self) -> bool:
         """Keeps twice as many again, up to as many as at first; False if it keeps these already."""
@@ -523,6 +525,7 @@ class WindowBuilder:
         """Drops kept stacks and chains that windows would only show as lost."""
         for kept in self._kept.values():
             kept.drop_gone(self._facts["processes"]["process"])
+            kept.drop_unused_parts()
 
     def _drop_code(self) -> None:
         """Drops facts of Python code that no chain has that is kept, where there are many."""

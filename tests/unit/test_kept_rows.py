@@ -70,3 +70,13 @@ def test_equal_parts_are_kept_once_and_none_for_ever() -> None:
     for address in range(20_000):
         _put(kept, 12, 1, address)
     assert len(kept._shared) < 3_000
+
+
+def test_parts_of_what_was_dropped_can_be_dropped_at_once() -> None:
+    kept = KeptRows("stacks")
+    for stack in range(1, 501):
+        _put(kept, stack, 1, stack)
+    kept.drop_oldest(10)
+    kept.drop_unused_parts()
+    assert len(kept._shared) <= 11  # and what free slots have
+    assert len(np.frombuffer(kept.parts, np.uint64)) == 10
