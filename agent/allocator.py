@@ -14,7 +14,7 @@ import gc
 from collections.abc import Iterator
 
 # malloc.h, glibc 2.36.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 
 # What maps are read into mostly stays untouched: the kernel gives out zeroed pages, while a block
 # that was used before must be zeroed as a whole. The arrays of a window of thousands of threads
@@ -23,6 +23,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # meant, 16 KB each, and thousands at first: once the heap has had room for them, glibc takes larger
 # blocks from there as well.
 _LARGE_BYTES = 1 << 14
+# Of such blocks; others come from the heap. The kernel lets a process have 65,530 mappings
+# (vm.max_map_count), and whoever has reached that gets no memory at all.
+_MOST_LARGE = 1 << 14
 # At the end of the heap, as glibc begins with.
 _KEPT_BYTES = 1 << 17
 
@@ -32,6 +35,7 @@ def map_large_blocks() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        mallopt(_M_MMAP_MAX, _MOST_LARGE)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
