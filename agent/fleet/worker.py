@@ -220,6 +220,7 @@ class _Stretch:
         self.database.unlink(missing_ok=True)
         windows = RecordedWindows(self.folder)
         capture_of_windows(self.database, windows, windows.facts, with_names=False)
+        self.cpu_ns, self.rss_bytes = _cost_of(windows)
 
 
 class _Worker:
@@ -272,8 +273,6 @@ class _Worker:
         elif "lost" in message:
             self._lost[LossKind.STRETCHES_LOST] += int(message["lost"])
         elif "less" in message:
-            if self._stretch is not None:
-                self._stretch.name()
             gc.collect()
             give_back_freed_memory()
         elif "until_s" in message:
@@ -363,8 +362,7 @@ class _Worker:
         except Exception as error:  # of one stretch
             self._give_up(folder, error)
             return
-        cost = [(window.cost.cpu_ns, window.cost.rss_bytes) for window in windows]
-        self._send(folder, database, sum(c for c, _ in cost), max(r for _, r in cost))
+        self._send(folder, database, *_cost_of(windows))
 
     def _finish(self, stretch: _Stretch) -> None:
         try:
@@ -512,6 +510,12 @@ class _Worker:
                 f"sink {name}: {state.sent_requests:,} requests sent, {state.waiting_requests:,}"
                 " wait for the next start"
             )
+
+
+def _cost_of(windows: Iterable[Window]) -> tuple[int, int]:
+    """Returns what the collector took in windows: CPU time in ns, and the most memory in bytes."""
+    cost = [(window.cost.cpu_ns, window.cost.rss_bytes) for window in windows]
+    return sum(cpu_ns for cpu_ns, _ in cost), max(rss_bytes for _, rss_bytes in cost)
 
 
 def _counts_of_containers(labels: Sequence[Labels | None]) -> dict[str, int]:

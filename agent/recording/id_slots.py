@@ -3,6 +3,7 @@
 
 It is a hash table with linear probing and multiplicative hashing (Knuth, The Art of Computer
 Programming 3, 6.4). Some ids are hashes, others are counted, those of several kinds from 0 on.
+Nobody chooses them: the hashes begin with when a program was started, in ns (bpf/walk.h).
 """
 
 from __future__ import annotations

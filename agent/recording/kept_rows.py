@@ -16,7 +16,8 @@ from aiflame.agent.recording.id_slots import IdSlots
 
 # Slots at first; each time that there is none left, half as many more.
 _FIRST_SLOTS = 1 << 10
-# Of parts, beyond what is in use, until those that are in no use are dropped.
+# Of parts, beyond what is in use, until those that are in no use are dropped; an eighth of what is
+# in use where that is more.
 _MOST_UNUSED_PARTS = 1 << 10
 
 
@@ -123,7 +124,8 @@ class KeptRows:
     def drop_unused_parts(self) -> None:
         """Drops parts that no row has any more, as is done from time to time."""
         self._shared = {used: used for used in self._parts}
-        self._most_shared = 2 * len(self._shared) + _MOST_UNUSED_PARTS
+        used = len(self._shared)
+        self._most_shared = used + max(used // 8, _MOST_UNUSED_PARTS)
 
     def _slot(self, number: int) -> int:
         """Returns the slot of an id, a free one if it is new."""

@@ -505,7 +505,8 @@ class Recorder:
                 ):
                     if fd not in self._guard.remote:
                         self.tables.expect(fd)
-                        self.pythons.expect(fd, path.resolve())
+                        # As mappings will have it, without symbolic links.
+                        self.pythons.expect(fd, Path(f"/proc/self/fd/{fd}").readlink())
             if command is not None:
                 self._expect_vdso(command.pid)
         if self._options.calls:

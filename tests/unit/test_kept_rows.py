@@ -80,3 +80,13 @@ def test_parts_of_what_was_dropped_can_be_dropped_at_once() -> None:
     kept.drop_unused_parts()
     assert len(kept._shared) <= 11  # and what free slots have
     assert len(np.frombuffer(kept.parts, np.uint64)) == 10
+
+
+def test_parts_of_what_was_dropped_take_little_room_where_many_are_kept() -> None:
+    kept = KeptRows("stacks")
+    for stack in range(1, 40_001):
+        _put(kept, stack, 1, stack)
+        if not stack % 1_000:
+            kept.drop_oldest(10_000)
+    assert len(kept) == 10_000
+    assert len(kept._shared) < 13_000
