@@ -24,6 +24,9 @@ _ONE_LINE_KINDS = range(10, 13)
 _NO_COLUMNS, _LONG = 13, 14
 # Longest number that a sound table holds: 32 bits in groups of 6.
 _MAX_VARINT_BYTES = 6
+# Lines are C ints (v3.11.7 Include/cpython/code.h). A table that says more is none any more: its
+# process has ended, or made it so.
+_MOST_LINE = (1 << 31) - 1
 
 
 def line_of(kind: LineTable, table: bytes, first_line: int, position: int) -> int:
@@ -36,14 +39,18 @@ def line_of(kind: LineTable, table: bytes, first_line: int, position: int) -> in
         position: Bytes from the first instruction; before it the first line is meant.
 
     Returns:
-        The line, `NO_LINE` where the table has none for it.
+        The line, `NO_LINE` where the table has none for it, or none that can be.
     """
     if position < 0:
-        return max(NO_LINE, first_line)
+        return _possible(first_line)
     for end, line in _RANGES[kind](table, first_line):
         if position < end:
-            return max(NO_LINE, line)
+            return _possible(line)
     return NO_LINE
+
+
+def _possible(line: int) -> int:
+    return line if NO_LINE <= line <= _MOST_LINE else NO_LINE
 
 
 def _lnotab(table: bytes, first_line: int) -> Iterator[tuple[int, int]]:

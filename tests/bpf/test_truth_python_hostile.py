@@ -99,6 +99,18 @@ def test_names_are_cut_and_cleaned(chains: Counter[tuple[str, ...]]) -> None:
         assert name.isprintable(), ascii(name)
 
 
+@pytest.mark.parametrize("version", each())
+def test_lines_that_cannot_be_are_those_of_the_function(run: Run, version: str) -> None:
+    executable(version)
+    lines = {
+        (frame.name, frame.line)
+        for row in rows_of_process(run.profile, run.pids[version], SampleClass.ON_CPU)
+        for frame in python_frames_of(run.profile, int(row["stack"]))
+    }
+    assert ("far", 1) in lines
+    assert max(line for _, line in lines) < 1000
+
+
 def test_each_loss_has_its_name(run: Run) -> None:
     losses = {loss.name: loss.count for loss in run.profile.losses}
     assert {*_DAMAGE.values()} <= {*losses}, losses

@@ -37,4 +37,12 @@ def test_any_bytes_give_a_line_or_none(kind: LineTable) -> None:
     chance = random.Random(5)
     for _ in range(2000):
         table = chance.randbytes(chance.randrange(40))
-        assert line_of(kind, table, chance.randrange(-9, 1 << 31), chance.randrange(200)) >= 0
+        line = line_of(kind, table, chance.randrange(-9, 1 << 31), chance.randrange(200))
+        assert 0 <= line < 1 << 31
+
+
+def test_a_line_that_no_interpreter_has_is_none() -> None:
+    # 2**35 - 1 lines on, 34 billion, and then back by as many
+    table = b"\xe8\x7e\x7f\x7f\x7f\x7f\x3f" + b"\xe8\x7f\x7f\x7f\x7f\x7f\x3f"
+    found = [line_of(LineTable.LOCATIONS, table, 10, position) for position in (0, 2)]
+    assert found == [NO_LINE, 10]
