@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from array import array
 
-_LEAST_POSITIONS = 1 << 10
+_LEAST_BUCKETS = 1 << 10
 # 2^64 by the golden ratio: ids that were counted lie far apart then.
-_SPREADS = 0x9E37_79B9_7F4A_7C15
+_MULTIPLIER = 0x9E37_79B9_7F4A_7C15
 
 
 class IdSlots:
@@ -21,54 +21,55 @@ class IdSlots:
     def __init__(self) -> None:
         self._ids = array("Q")  # by slot
         self._free: list[int] = []
-        # From where an id belongs on, up to the first 0: slots, each plus 1. A power of two.
-        self._positions = array("I", [0]) * _LEAST_POSITIONS
+        # Slots, each plus 1, 0 for an empty bucket: an id is in its own bucket, or in one of those
+        # behind it up to the first empty one. A power of two.
+        self._buckets = array("I", [0]) * _LEAST_BUCKETS
 
     def __len__(self) -> int:
         return len(self._ids) - len(self._free)
 
     def get(self, number: int) -> int | None:
         """Returns the slot of an id, None if it has none."""
-        found = self._positions[self._position(number)]
+        found = self._buckets[self._bucket(number)]
         return found - 1 if found else None
 
     def add(self, number: int) -> int:
         """Gives an id that has none a slot; returns it."""
-        if 2 * len(self) >= len(self._positions):
-            self._spread()
+        if 2 * len(self) >= len(self._buckets):
+            self._grow()
         if self._free:
             slot = self._free.pop()
             self._ids[slot] = number
         else:
             slot = len(self._ids)
             self._ids.append(number)
-        self._positions[self._position(number)] = slot + 1
+        self._buckets[self._bucket(number)] = slot + 1
         return slot
 
     def drop(self, slot: int) -> None:
         """Takes a slot from its id."""
-        positions, mask = self._positions, len(self._positions) - 1
-        hole = at = self._position(self._ids[slot])
-        positions[hole] = 0
+        buckets, mask = self._buckets, len(self._buckets) - 1
+        hole = at = self._bucket(self._ids[slot])
+        buckets[hole] = 0
         self._free.append(slot)
         # Those that a search would miss from here on are moved into the hole.
-        while found := positions[at := at + 1 & mask]:
-            home = self._ids[found - 1] * _SPREADS >> 32 & mask
+        while found := buckets[at := at + 1 & mask]:
+            home = self._ids[found - 1] * _MULTIPLIER >> 32 & mask
             if (at - home & mask) >= (at - hole & mask):
-                positions[hole], positions[at] = found, 0
+                buckets[hole], buckets[at] = found, 0
                 hole = at
 
-    def _position(self, number: int) -> int:
-        """Returns where the slot of an id is, or would be."""
-        ids, positions, mask = self._ids, self._positions, len(self._positions) - 1
-        at = number * _SPREADS >> 32 & mask
-        while (found := positions[at]) and ids[found - 1] != number:
+    def _bucket(self, number: int) -> int:
+        """Returns the bucket that an id is in, or would be put into."""
+        ids, buckets, mask = self._ids, self._buckets, len(self._buckets) - 1
+        at = number * _MULTIPLIER >> 32 & mask
+        while (found := buckets[at]) and ids[found - 1] != number:
             at = at + 1 & mask
         return at
 
-    def _spread(self) -> None:
+    def _grow(self) -> None:
         """Makes the table twice as large."""
-        before = self._positions
-        self._positions = array("I", [0]) * (2 * len(before))
+        before = self._buckets
+        self._buckets = array("I", [0]) * (2 * len(before))
         for found in filter(None, before):
-            self._positions[self._position(self._ids[found - 1])] = found
+            self._buckets[self._bucket(self._ids[found - 1])] = found

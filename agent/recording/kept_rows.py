@@ -70,7 +70,7 @@ class KeptRows:
         self._rows[slots] = rows
         counts = lengths(self._column, rows).tolist()
         for slot, first, count in zip(slots, firsts, counts, strict=True):
-            self._parts[slot] = self._once(parts[first : first + count].tobytes())
+            self._parts[slot] = self._interned(parts[first : first + count].tobytes())
             self._mention(slot)
 
     def mention(self, number: int) -> int | None:
@@ -164,7 +164,7 @@ class KeptRows:
                 if self._mentioned[slot] == mentioned:  # and not again since
                     yield slot
 
-    def _once(self, parts: bytes) -> bytes:
+    def _interned(self, parts: bytes) -> bytes:
         """Returns equal parts that are there already, if any."""
         if len(self._shared) >= self._most_shared:
             self.drop_unused_parts()

@@ -38,5 +38,5 @@ def test_ids_that_were_counted_lie_apart() -> None:
     for kind in range(4):  # as those of stacks that the host half makes
         for number in range(8_000):
             slots.add(0x51EE_9E55 << 32 | kind << 28 | number)
-    taken = "".join("x" if found else " " for found in slots._positions)
+    taken = "".join("x" if found else " " for found in slots._buckets)
     assert max(map(len, taken.split())) < 100
