@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
@@ -134,6 +135,19 @@ def _size_and_owner(fd: int) -> tuple[int, int]:
     return status.st_size, status.st_uid
 
 
+@dataclass(frozen=True, slots=True)
+class GuardNotes:
+    """What a guard has taken note of, for the process that this one is a copy of.
+
+    Attributes:
+        bad: As of a guard.
+        pools_s: CPU time that the files of an owner may still take, by user id.
+    """
+
+    bad: dict[str, str]
+    pools_s: dict[int, float]
+
+
 class FileGuard:
     """Keeps account of the files of targets in one recording or dump.
 
@@ -146,6 +160,14 @@ class FileGuard:
         self.bad: dict[str, str] = {}
         self.remote: dict[int, RemoteFile] = {}
         self._pools_s: dict[int, float] = {}
+
+    def notes(self) -> GuardNotes:
+        """Returns what it has taken note of."""
+        return GuardNotes(self.bad, self._pools_s)
+
+    def learn(self, notes: GuardNotes) -> None:
+        """Takes what it has noted in a copy of this process, which had all that this one has."""
+        self.bad, self._pools_s = notes.bad, notes.pools_s
 
     def each_file(self, path: str, fd: int = -1) -> GuardedFile:
         """Returns a context in which one file is read; whatever is raised there ends it quietly.

@@ -1,46 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stretches are read as a whole and encoded in a process that ends.
 
-As a whole, a stretch takes as much memory as all that the naming process keeps, and Python gives
-little of that back: it lies between objects that stay. So the naming process is forked. The fork
-has the sinks and the labels, writes requests to a pipe, each a line of JSON with its body after it,
-and ends.
-
-Of the threads, only the one that forks is in the fork, but all locks are, as they were: it takes
-none that another thread may have held.
+It is a copy of the naming process (`fork`), so it has the sinks and the labels. It writes requests
+to a pipe, each a line of JSON with its body after it.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
-import signal
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.fleet.batches import batches_of
+from aiflame.agent.fleet.fork import Fork, ForkEnded
 from aiflame.agent.fleet.log import words_of
-from aiflame.agent.inspector.forking import begin_fork
 from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.sinks.requests import Request, RequestSink
 
 _PROCESS_NAME = "aiflame encodes"
-
-# A thousand times what a stretch takes where the processors have nothing else to do: whoever is not
-# done by then waits for what never comes.
-_MOST_S = 900.0
-
-
-class EncoderEnded(AiflameError):
-    """The process has ended before it was done, as by the kernel where memory is short."""
 
 
 class NotEncoded(AiflameError):
@@ -97,38 +81,21 @@ class Encoder:
     """
 
     def __init__(self, stretch: NamedStretch, sinks: Mapping[str, RequestSink]) -> None:
-        reading, writing = os.pipe()
-        parent = os.getpid()
-        try:
-            with warnings.catch_warnings():
-                # Of locks that other threads hold (CPython 3.12): see above.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                self._pid = os.fork()
-        except OSError:
-            os.close(reading)
-            raise
-        else:
-            if self._pid == 0:
-                os.close(reading)
-                _run(stretch, sinks, writing, parent)
-        finally:
-            os.close(writing)
-        self._pipe: IO[bytes] = os.fdopen(reading, "rb")
+        self._fork = Fork(_PROCESS_NAME, partial(_encode, stretch, sinks))
+        self._pipe = self._fork.pipe
 
     def __enter__(self) -> Encoder:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._pipe.close()
-        os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
+    def __exit__(self, *error: object) -> None:
+        self._fork.__exit__(*error)
 
     def summary(self) -> Summary:
         """Returns what the stretch has; to be asked for first, and once.
 
         Raises:
             AiflameError: Its capture cannot be read.
-            EncoderEnded: Nothing more comes.
+            ForkEnded: Nothing more comes.
         """
         found = self._message()
         if "error" in found:
@@ -140,7 +107,7 @@ class Encoder:
 
         Raises:
             NotEncoded: It cannot encode the stretch.
-            EncoderEnded: Nothing more comes.
+            ForkEnded: Nothing more comes.
         """
         while True:
             found = self._message()
@@ -162,25 +129,12 @@ class Encoder:
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def _ended(self) -> EncoderEnded:
-        return EncoderEnded("the process that encodes it has ended")
-
-
-def _run(
-    stretch: NamedStretch, sinks: Mapping[str, RequestSink], writing: int, parent: int
-) -> NoReturn:
-    """What the fork does."""
-    with suppress(BaseException):  # whoever asked for it sees that it has ended
-        begin_fork(_PROCESS_NAME, parent)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, _MOST_S)
-        gc.disable()  # it would write to all pages that are shared
-        with os.fdopen(writing, "wb") as pipe:
-            _encode(stretch, sinks, pipe)
-    os._exit(0)
+    def _ended(self) -> ForkEnded:
+        return ForkEnded("the process that encodes it has ended")
 
 
 def _encode(stretch: NamedStretch, sinks: Mapping[str, RequestSink], pipe: IO[bytes]) -> None:
+    gc.disable()  # this process ends before it would be worth it
     try:
         with_spans = any(sink.sends_spans for sink in sinks.values())
         profile = read_capture(stretch.database, with_spans=with_spans)

@@ -22,8 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +29,24 @@ from aiflame.agent.allocator import give_back_freed_memory, map_large_blocks
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError, DiskFull
 from aiflame.agent.fleet.config import AgentConfig, config_of
-from aiflame.agent.fleet.cost import NAMES_WAIT_NS, THRIFT_OF_NAMES
 from aiflame.agent.fleet.delivery import Delivery
-from aiflame.agent.fleet.encoding import Encoder, EncoderEnded, NamedStretch, NotEncoded, Summary
+from aiflame.agent.fleet.encoding import Encoder, NamedStretch, NotEncoded, Summary
+from aiflame.agent.fleet.fork import ForkEnded
 from aiflame.agent.fleet.labelling import Labelling, LeftOut
 from aiflame.agent.fleet.log import Log, words_of
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.spool import LEFT, Spool
-from aiflame.agent.fleet.stretches import TRIES, count_try, keep_kernel_file, mark_done
+from aiflame.agent.fleet.stretch_naming import DATABASE, Lateness, StretchNaming, cost_of
+from aiflame.agent.fleet.stretches import TRIES, count_try, mark_done
 from aiflame.agent.inspector.fork_server import ForkRequests
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Process
-from aiflame.agent.model.window import COLUMNS, Window
 from aiflame.agent.sinks.capture_worker import messages
 from aiflame.agent.sinks.captures import CaptureFiles
 from aiflame.agent.sinks.rebuilt import capture_of_windows
-from aiflame.agent.sinks.segments import FollowedWindows, JitSymbolSink, RecordedWindows
-from aiflame.agent.sinks.written import Naming, WrittenCapture
+from aiflame.agent.sinks.segments import RecordedWindows
+from aiflame.agent.sinks.written import Naming
 from aiflame.agent.symbolize.files import GivenFiles
 from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.symbols.service import SymbolService
@@ -56,24 +54,9 @@ from aiflame.agent.symbols.store import cache_dir
 from aiflame.agent.target_files import FileGuard
 
 _SPOOL = "spool"
-_DATABASE = "capture.aiflame"
 _LOCK = "naming.lock"
 # A process that was killed ends within milliseconds; one that reads a broken disk never does.
 _OTHERS_S, _LOCK_LOOK_S = 60.0, 0.1
-# Whoever is so late leaves out names: of each second of a window, this is for them.
-_LATE_NS = 30_000_000_000
-_BUDGET_S = 0.3
-# The same where the agent has to do less of everything, by how many times less: 2 % of a CPU, 1 %
-# and so on. The first 256 stacks of a window are named in any case (sinks/bounded_naming.py).
-_THRIFTY_S = 0.04
-_NS_PER_S = 1_000_000_000
-# Of windows whose names are asked for together: 10,000 launches and as many samples of devices a
-# second have 113 MB in a minute.
-_MOST_AT_ONCE_BYTES = 16_000_000
-# What is read of windows that wait for their names: their containers may be gone by then.
-_OF_CONTAINERS = ("cgroups",)
-# For so long after a name came from a process's own list of its code, none waits: the list may go.
-_PROMPT_S = 600.0
 # A sink gives up on an answer after 10 s.
 _ANSWER_S = 15.0
 # Of paths in one report, which has 64 KB in all: one of 4,096 characters may be 24 KB there.
@@ -85,144 +68,6 @@ _ENCODE_AGAIN_S = (1.0, 4.0)
 _ENDING_S = 0.5
 
 
-class _Stretch:
-    """A stretch that is being named while its windows come.
-
-    Those that wait for their names are on disk, and nowhere else.
-
-    Args:
-        folder: Of its segments.
-        naming: Gives names.
-        files: What it opens.
-        lateness: Of names.
-        log: Takes a line for each event.
-    """
-
-    def __init__(
-        self, folder: Path, naming: Naming, files: GivenFiles, lateness: _Lateness, log: Log
-    ) -> None:
-        self.folder = folder
-        self.database = folder / _DATABASE
-        self.cpu_ns = self.rss_bytes = 0
-        self._naming: Naming | None = naming
-        self._files = files
-        self._lateness = lateness
-        self._log = log
-        self._following = FollowedWindows(folder)
-        self._ahead = FollowedWindows(folder, _OF_CONTAINERS)
-        self._come = self._come_ahead = self._waiting = 0
-        self._waiting_from_ns = 0
-        self._jit_symbols = JitSymbolSink(folder)
-        self._capture: WrittenCapture | None = None
-        self.database.unlink(missing_ok=True)  # of a process that was killed
-        if count_try(folder) > 1:
-            self._naming = None
-
-    def take(self, count: int, labelling: Labelling | None) -> None:
-        """Takes so many windows more; whom they are of is looked for before names are."""
-        if self._naming is None:  # it is made as a whole, in the end
-            return
-        try:
-            for _ in range(count):
-                self._come += 1
-                self._take_one(labelling)
-        except Exception as error:  # of one stretch; it is written once more, without names
-            self._leave_names(error)
-
-    def _take_one(self, labelling: Labelling | None) -> None:
-        if not self._waiting and not self._lateness.may_wait(0):
-            for window in self._following.take(1):
-                if labelling is not None:
-                    labelling.expect(window)
-                self._put([window])
-            return
-        for window in self._newest():
-            if labelling is not None:
-                labelling.expect(window)
-            if not self._waiting:
-                self._waiting_from_ns = window.start_ns
-            self._waiting += 1
-            self._files.hold(True)
-            if not self._lateness.may_wait(window.end_ns - self._waiting_from_ns):
-                self._put_waiting()
-
-    def _newest(self) -> Iterator[Window]:
-        """Yields the window that came last, with what tells whom it is of."""
-        count, self._come_ahead = self._come - self._come_ahead, self._come
-        yield from islice(self._ahead.take(count), count - 1, None)
-
-    def name(self) -> None:
-        """Names the windows that wait for it."""
-        try:
-            self._put_waiting()
-        except Exception as error:  # of one stretch; it is written once more, without names
-            self._leave_names(error)
-
-    def _put_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, 0
-        if self._naming is None:
-            return
-        group: list[Window] = []
-        group_bytes = 0
-        for window in self._following.take(waiting):
-            group.append(window)
-            group_bytes += sum(window.rows(name).nbytes for name in COLUMNS)
-            if group_bytes > _MOST_AT_ONCE_BYTES:
-                self._put(group)
-                group, group_bytes = [], 0
-        self._put(group)
-        self._files.hold(False)
-
-    def _put(self, windows: Sequence[Window]) -> None:
-        """Names windows that follow each other; files are asked about once for all."""
-        if not windows or self._naming is None:
-            return
-        if self._capture is None:
-            facts = self._following.facts
-            self._lateness.begin(facts)
-            self._capture = WrittenCapture(
-                *(self.database, windows[0].start_ns, facts, self._naming),
-                keep=partial(keep_kernel_file, self.folder),
-            )
-        with self._capture.expecting(windows):
-            for window in windows:
-                self.cpu_ns += window.cost.cpu_ns
-                self.rss_bytes = max(self.rss_bytes, window.cost.rss_bytes)
-                self._capture.put(window)
-                self._jit_symbols.put(window, self._capture.jit_symbols)
-                if self._capture.jit_symbols:
-                    self._lateness.prompt_until_s = time.monotonic() + _PROMPT_S
-
-    def _leave_names(self, error: Exception) -> None:
-        self._log.say_seldom("naming", f"a stretch stays without names: {words_of(error)}")
-        self._naming = None
-        self._waiting = 0
-        self._files.hold(False)
-
-    def finish(self) -> None:
-        """Completes its capture.
-
-        Raises:
-            AiflameError: There is none: no window can be read, or nothing can be written.
-        """
-        self.name()
-        self._jit_symbols.close()
-        self._following.close()
-        self._ahead.close()
-        capture, self._capture = self._capture, None
-        try:
-            if self._naming is not None and capture is not None:
-                capture.finish()
-                return
-        finally:
-            if capture is not None:
-                capture.close()
-        self.database.unlink(missing_ok=True)
-        windows = RecordedWindows(self.folder)
-        capture_of_windows(self.database, windows, windows.facts, with_names=False)
-        self.cpu_ns, self.rss_bytes = _cost_of(windows)
-
-
 class _Worker:
     """All that one agent sends."""
 
@@ -232,7 +77,7 @@ class _Worker:
         channel: socket.socket,
         naming: Naming,
         files: GivenFiles,
-        lateness: _Lateness,
+        lateness: Lateness,
         log: Log,
     ) -> None:
         self._spool = Spool(directory / _SPOOL)
@@ -247,7 +92,7 @@ class _Worker:
         self._labelling: Labelling | None = None
         self._deliveries: dict[str, Delivery] = {}
         self._sinks: dict[str, Any] = {}
-        self._stretch: _Stretch | None = None
+        self._stretch: StretchNaming | None = None
         self._until_s: float | None = None
         self._left_out: LeftOut | None = None
 
@@ -258,7 +103,7 @@ class _Worker:
         elif "stretch" in message:
             folder = Path(message["stretch"])
             naming = self._naming
-            self._stretch = _Stretch(folder, naming, self._files, self._lateness, self._log)
+            self._stretch = StretchNaming(folder, naming, self._files, self._lateness, self._log)
         elif "windows" in message and self._stretch is not None:
             self._stretch.take(int(message["windows"]), self._labelling)
             give_back_freed_memory()  # a tenth of what it has, for a millisecond
@@ -353,7 +198,7 @@ class _Worker:
     def _finish_left(self, folder: Path) -> None:
         """Sends a stretch that another process has left."""
         tries = count_try(folder)
-        database = folder / _DATABASE
+        database = folder / DATABASE
         try:
             database.unlink(missing_ok=True)
             windows = RecordedWindows(folder)
@@ -362,9 +207,9 @@ class _Worker:
         except Exception as error:  # of one stretch
             self._give_up(folder, error)
             return
-        self._send(folder, database, *_cost_of(windows))
+        self._send(folder, database, *cost_of(windows))
 
-    def _finish(self, stretch: _Stretch) -> None:
+    def _finish(self, stretch: StretchNaming) -> None:
         try:
             stretch.finish()
         except Exception as error:  # of one stretch
@@ -375,7 +220,7 @@ class _Worker:
     def _give_up(self, folder: Path, error: Exception) -> None:
         if isinstance(error, DiskFull):  # its segments are there
             with suppress(OSError):
-                (folder / _DATABASE).unlink(missing_ok=True)
+                (folder / DATABASE).unlink(missing_ok=True)
             self._log.say(f"stretch {folder.name} waits for the next start: {words_of(error)}")
             return
         self._log.say(f"stretch {folder.name} is lost: {words_of(error)}")
@@ -454,7 +299,7 @@ class _Worker:
         for pause_s in _ENCODE_AGAIN_S:
             try:
                 return self._encode_once(stretch, named, left)
-            except (EncoderEnded, OSError) as error:  # as where memory is short for a moment
+            except (ForkEnded, OSError) as error:  # as where memory is short for a moment
                 self._log.say_seldom("encode", f"stretch {stretch} is tried again: {error}")
             time.sleep(pause_s)
         return self._encode_once(stretch, named, left)
@@ -471,7 +316,7 @@ class _Worker:
         delivery = self._deliveries[name]
         try:
             delivery.put(encoder.requests(name), stretch)
-        except EncoderEnded:
+        except ForkEnded:
             raise
         except Exception as error:  # of one sink; the others get theirs
             self._log.say_seldom(f"{name} encode", f"sink {name}: {words_of(error)}")
@@ -512,55 +357,11 @@ class _Worker:
             )
 
 
-def _cost_of(windows: Iterable[Window]) -> tuple[int, int]:
-    """Returns what the collector took in windows: CPU time in ns, and the most memory in bytes."""
-    cost = [(window.cost.cpu_ns, window.cost.rss_bytes) for window in windows]
-    return sum(cpu_ns for cpu_ns, _ in cost), max(rss_bytes for _, rss_bytes in cost)
-
-
 def _counts_of_containers(labels: Sequence[Labels | None]) -> dict[str, int]:
     """Returns how many containers processes are of, and of how many of these no name is known."""
     named = {one.container_id: bool(one.container) for one in labels if one and one.container_id}
     unresolved = sum(not is_named for is_named in named.values())
     return {"containers": len(named), "unresolved_containers": unresolved}
-
-
-class _Lateness:
-    """How long names may take: as long as they do, until windows are late or cost is too high.
-
-    Attributes:
-        thrift: As `recording.chance.Chances` has it.
-        prompt_until_s: Until when no window waits for its names, by `time.monotonic`.
-    """
-
-    def __init__(self) -> None:
-        self.thrift = 1
-        self.prompt_until_s = 0.0
-        self._started_unix_ns: int | None = None
-
-    def begin(self, facts: Mapping[str, str | int]) -> None:
-        """Takes what is known of a recording."""
-        self._started_unix_ns = int(facts["started_unix_ns"])
-
-    def budget_s(self, window: Window) -> float | None:
-        """Returns how long those of a window may take, None for as long as they take."""
-        if self._started_unix_ns is None:
-            return None
-        is_late = time.time_ns() - self._started_unix_ns - window.end_ns > _LATE_NS
-        window_s = (window.end_ns - window.start_ns) / _NS_PER_S
-        if self.thrift > 1:
-            return _THRIFTY_S / self.thrift * window_s
-        return _BUDGET_S * window_s if is_late else None
-
-    def may_wait(self, waited_ns: int) -> bool:
-        """Returns whether names of windows are asked for with those of later ones.
-
-        Args:
-            waited_ns: From the beginning of the first that waits to the end of the last.
-        """
-        if self.thrift < THRIFT_OF_NAMES or time.monotonic() < self.prompt_until_s:
-            return False
-        return waited_ns < NAMES_WAIT_NS
 
 
 def in_parts(texts: Iterable[str], bytes_max: int) -> Iterator[list[str]]:
@@ -606,7 +407,7 @@ def run(arguments: Sequence[str]) -> None:
             FileFacts(server, FileGuard(), (), facts_directory(), is_urgent=False)
         ) as file_facts,
     ):
-        lateness = _Lateness()
+        lateness = Lateness()
         naming = Naming(files, service, file_facts, lateness.budget_s)
         worker = _Worker(directory, channel, naming, files, lateness, log)
         for message in messages(channel, files):

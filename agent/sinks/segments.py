@@ -7,6 +7,7 @@ a whole. The folder is one that nobody else may write to.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -198,6 +199,15 @@ class FollowedWindows:
                 continue
             count -= 1
             yield window
+
+    def unread_bytes(self) -> int:
+        """Returns how much of the folder no window was read from yet."""
+        sizes = 0 if self._file is None else os.fstat(self._file.fileno()).st_size
+        read = 0 if self._file is None else self._file.tell()
+        with suppress(FileNotFoundError):
+            for number in itertools.count(self._next):
+                sizes += (self._folder / _NAME.format(number)).stat().st_size
+        return sizes - read
 
     def _open_next(self) -> None:
         if self._reader is not None and self._reader.damage:

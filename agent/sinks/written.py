@@ -21,10 +21,26 @@ from aiflame.agent.sinks.capture_report import Report
 from aiflame.agent.sinks.kernel_files import KernelFiles
 from aiflame.agent.sinks.names import Names
 from aiflame.agent.symbolize.files import Files
-from aiflame.agent.symbolize.known_names import KnownNames
+from aiflame.agent.symbolize.known_names import KnownNames, NameNotes
 from aiflame.agent.symbolize.namer import Namer
 from aiflame.agent.symbols.file_facts import FileFacts
-from aiflame.agent.symbols.service import SymbolService
+from aiflame.agent.symbols.service import ServiceNotes, SymbolService
+from aiflame.agent.target_files import GuardNotes
+
+
+@dataclass(frozen=True, slots=True)
+class NamingNotes:
+    """What naming has found out in a copy of this process.
+
+    Attributes:
+        names: Names.
+        service: What reading symbols has met.
+        guard: Files that are bad, and what reading them took.
+    """
+
+    names: NameNotes
+    service: ServiceNotes
+    guard: GuardNotes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +62,31 @@ class Naming:
     budget_s: Callable[[Window], float | None] | None = None
     known: KnownNames = field(default_factory=KnownNames)
     keeps_kernel_files: bool = True
+
+    def before_fork(self) -> None:
+        """Ends helpers of this process, which a copy must not share; reads what copies share."""
+        self._end_helpers()
+        self.known.kernel()
+
+    def begin_notes(self) -> None:
+        """From now on what is found out is for the process that this one is a copy of."""
+        self.known.begin_notes()
+
+    def notes(self) -> NamingNotes:
+        """Ends helpers; returns what was found out since `begin_notes`."""
+        self._end_helpers()
+        guard = self.file_facts.guard
+        return NamingNotes(self.known.notes(), self.service.notes(), guard.notes())
+
+    def learn(self, notes: NamingNotes) -> None:
+        """Takes in what was found out in a copy of this process."""
+        self.known.learn(notes.names)
+        self.service.learn(notes.service)
+        self.file_facts.guard.learn(notes.guard)
+
+    def _end_helpers(self) -> None:
+        self.service.close()
+        self.file_facts.close()
 
 
 class WrittenCapture:

@@ -223,7 +223,7 @@ class Namer:
                     mapped = self._mapped(process, mappings[process])
                     addresses = raw.addresses[raw.owners == process]
                     for key in zip(*_in_files(mapped, addresses), strict=True):
-                        if key not in self._locations and key not in self._known.of_files:
+                        if key not in self._locations and key not in self._known:
                             new[key[0]].add(key[1])
         self._expected = self._asked(new, files.__getitem__)
 
@@ -377,7 +377,7 @@ class Namer:
         self, facts: _Facts, wanted: dict[int, list[tuple[int, int]]], locations: list[Location]
     ) -> None:
         """Names addresses in binaries: those that are not known are asked for together."""
-        known = self._known.of_files
+        known = self._known
         named: dict[tuple[int, int], NamedAddress | None] = {}
         new: dict[int, list[int]] = {}
         for binary, pairs in wanted.items():
@@ -417,7 +417,7 @@ class Namer:
             for own, frames, nameless_start in answers:
                 answer = found[binary, own] = NamedAddress(frames, nameless_start)
                 if frames or nameless_start is not None:  # else it may be known later
-                    self._known.of_files.keep((binary, own), answer)
+                    self._known.keep((binary, own), answer)
         return found
 
     def _in_binary(

@@ -22,8 +22,8 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -96,6 +96,22 @@ class Result:
     nameless_starts: list[int | None]
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceNotes:
+    """What a service has met so far, for the process that this one is a copy of.
+
+    Attributes:
+        strikes: How often a worker died over a file, by file and root directory.
+        deaths: How many died without an answer since the last one.
+        losses, problems: As of a service.
+    """
+
+    strikes: Counter[tuple[str, str]]
+    deaths: int
+    losses: Counter[LossKind]
+    problems: list[Problem]
+
+
 @dataclass(slots=True)
 class _Pending:
     number: int
@@ -109,6 +125,11 @@ class _Pending:
     def culprit(self) -> tuple[str, str]:
         """What strikes are counted for."""
         return self.file or self.path, self.root_path
+
+    @property
+    def shown_path(self) -> str:
+        """What the file is called."""
+        return path_in_root(self.path) or self.path
 
     def message(self, plain: bool) -> bytes:
         return protocol.encode(
@@ -141,6 +162,7 @@ class SymbolService:
     Attributes:
         losses: How much went wrong so far.
         problems: The first that went wrong, in order.
+        on_strike: Called once a worker has died over a file.
         cpu_ns: CPU time of all workers, complete after `close`.
         peak_rss_bytes: Largest resident set of any worker, as of its latest answer.
     """
@@ -178,6 +200,7 @@ class SymbolService:
         self._done: dict[int, tuple[list[tuple[SourceFrame, ...]], list[int | None]]] = {}
         self.losses: Counter[LossKind] = Counter()
         self.problems: list[Problem] = []
+        self.on_strike: Callable[[], None] = lambda: None
         self.cpu_ns = 0
         self.peak_rss_bytes = 0
 
@@ -247,8 +270,17 @@ class SymbolService:
         frames, _ = self._done.pop(number)
         return [chain[0].name if chain else None for chain in frames]
 
+    def notes(self) -> ServiceNotes:
+        """Returns what it has met so far."""
+        return ServiceNotes(self._strikes, self._deaths, self.losses, self.problems)
+
+    def learn(self, notes: ServiceNotes) -> None:
+        """Takes what it has met in a copy of this process, which had all that this one has."""
+        self._strikes, self._deaths = notes.strikes, notes.deaths
+        self.losses, self.problems = notes.losses, notes.problems
+
     def close(self) -> None:
-        """End the worker and add up its CPU time. May be called twice."""
+        """End the worker and add up its CPU time; the next request starts another one."""
         if not self._queue:
             self._end_idle()
         self._queue.clear()
@@ -391,7 +423,9 @@ class SymbolService:
         if isinstance(peak, int):
             self.peak_rss_bytes = max(self.peak_rss_bytes, peak)
         for problem in problems:
-            self._add(problem)
+            # What it opened says which process has the file open, and not which file that is.
+            detail = problem.detail.replace(pending.path, pending.shown_path)
+            self._add(replace(problem, detail=detail))
         self._queue.popleft()
         self._deaths = 0  # an agent meets files that are too large for it all year
         self._answered_s = time.monotonic()
@@ -417,7 +451,8 @@ class SymbolService:
         self._strikes[pending.culprit] += 1
         is_first = self._strikes[pending.culprit] == 1
         reason = LossKind.SYMBOLIZER_GAVE_UP if is_first else LossKind.SYMBOLIZER_DIED
-        self._add(Problem(reason, f"{path_in_root(pending.path) or pending.path}: {how}"))
+        self._add(Problem(reason, f"{pending.shown_path}: {how}"))
+        self.on_strike()
 
     def _add(self, problem: Problem) -> None:
         """Counts what went wrong, once: warming and resolving a binary meet the same problem."""

@@ -21,13 +21,15 @@ import numpy as np
 import pytest
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError
-from aiflame.agent.fleet import encoding
+from aiflame.agent.fleet import fork
 from aiflame.agent.fleet import worker as worker_module
 from aiflame.agent.fleet.delivery import Delivery, State
-from aiflame.agent.fleet.encoding import Encoder, EncoderEnded, NamedStretch, NotEncoded
+from aiflame.agent.fleet.encoding import Encoder, NamedStretch, NotEncoded
+from aiflame.agent.fleet.fork import ForkEnded
 from aiflame.agent.fleet.labelling import Labelling
 from aiflame.agent.fleet.log import Log
-from aiflame.agent.fleet.worker import _Lateness, _Worker
+from aiflame.agent.fleet.stretch_naming import Lateness
+from aiflame.agent.fleet.worker import _Worker
 from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.profile import SPAN_DTYPE, Process
 from aiflame.agent.sinks.requests import Request
@@ -164,7 +166,7 @@ def test_a_process_that_is_killed_is_noticed(stretch: NamedStretch, forked: list
     with Encoder(stretch, {"killed": _Sink(_is_killed)}) as encoder:
         encoder.summary()
         found = []
-        with pytest.raises(EncoderEnded):
+        with pytest.raises(ForkEnded):
             found += encoder.requests("killed")
     assert _are_gone(forked)
 
@@ -182,7 +184,7 @@ def test_locks_of_other_threads_hinder_nobody(
 
     thread = threading.Thread(target=disturb)
     thread.start()
-    monkeypatch.setattr(encoding, "_MOST_S", 20.0)  # whoever waits for a lock is killed
+    monkeypatch.setattr(fork, "_MOST_S", 20.0)  # whoever waits for a lock is killed
     # WHEN stretches are encoded THEN they are
     try:
         for _ in range(20):
@@ -212,7 +214,7 @@ def _sent(
     """Sends a stretch; returns what is told of it, and how its deliveries do."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        worker = _Worker(folder, theirs, cast(Naming, None), GivenFiles(), _Lateness(), log)
+        worker = _Worker(folder, theirs, cast(Naming, None), GivenFiles(), Lateness(), log)
         worker._labelling = cast(Labelling, _OneLabelling())
         for name, sink in sinks.items():
             worker._sinks[name] = sink

@@ -16,7 +16,8 @@ import pytest
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.fleet.log import Log
-from aiflame.agent.fleet.worker import _Lateness, _Worker, in_parts
+from aiflame.agent.fleet.stretch_naming import Lateness
+from aiflame.agent.fleet.worker import _Worker, in_parts
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.captures import CaptureFiles
 from aiflame.agent.sinks.written import Naming
@@ -31,7 +32,7 @@ def worker(tmp_path: Path) -> Iterator[_Worker]:
     descriptor = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     with ours, theirs:
         yield _Worker(
-            tmp_path, theirs, cast(Naming, None), GivenFiles(), _Lateness(), Log(descriptor)
+            tmp_path, theirs, cast(Naming, None), GivenFiles(), Lateness(), Log(descriptor)
         )
     os.close(descriptor)
 
@@ -73,7 +74,7 @@ def test_paths_that_are_left_out_fit_into_messages() -> None:
 
 
 def test_names_have_less_time_the_less_the_agent_does_of_all(tmp_path: Path) -> None:
-    lateness, window = _Lateness(), Window.of(0, 0, 5 * _S, {}, texts=("",))
+    lateness, window = Lateness(), Window.of(0, 0, 5 * _S, {}, texts=("",))
     lateness.begin({"started_unix_ns": time.time_ns() - 5 * _S})
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     log = Log(os.open(os.devnull, os.O_WRONLY))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiflame.agent.symbolize import known_names
-from aiflame.agent.symbolize.known_names import KnownNames
+from aiflame.agent.symbolize.known_names import KnownNames, NamedAddress
 from aiflame.agent.symbols.kallsyms import KernelSymbols, KernelSymbolsHidden
 
 
@@ -94,6 +94,68 @@ def test_a_kernel_that_hides_its_addresses_is_asked_once(kernel: _Kernel) -> Non
     known = kernel.known()
     assert [known.kernel() for _ in range(10)] == [None] * 10
     assert kernel.reads == 1
+
+
+def _copies(count: int, kernel: _Kernel) -> list[KnownNames]:
+    """The names that processes have of which each is a copy of the first."""
+    found = [kernel.known() for _ in range(count)]
+    for known in found:
+        known.kernel()
+        for address in range(3):
+            known.keep((1, address), NamedAddress((), address))
+    return found
+
+
+def test_a_copy_brings_what_it_has_found_out(kernel: _Kernel) -> None:
+    known, copy = _copies(2, kernel)
+    copy.begin_notes()
+    copy.keep((1, 9), NamedAddress((), 9))
+    copy.tell_gap(0xFFFFFFFFC0001000)
+    assert (1, 9) not in known
+    known.learn(copy.notes())
+    assert known.find((1, 9)) == NamedAddress((), 9)
+    # A copy reads no list, and the next look at one sees what was missing there.
+    reads = kernel.reads
+    assert copy.kernel() is not None
+    assert kernel.reads == reads
+    known._loaded_s -= 300
+    known.kernel()
+    assert kernel.reads == reads + 1
+
+
+def test_what_copies_use_stays_and_all_else_goes(kernel: _Kernel) -> None:
+    known, copy = _copies(2, kernel)
+    for _ in range(50):  # stretches
+        copy.begin_notes()
+        assert copy.find((1, 2)) is not None
+        for _ in range(known_names._ADDRESSES[0] // 20):
+            copy.turn()
+        known.learn(copy.notes())
+    assert [(1, address) in known for address in range(3)] == [False, False, True]
+
+
+def test_what_a_copy_asked_for_as_all_grew_old_is_not_asked_for_again(kernel: _Kernel) -> None:
+    known, copy = _copies(2, kernel)
+    copy.begin_notes()
+    for each in (known, copy):
+        each._began_s -= 2 * known_names._NAMES_S
+    copy.turn()
+    assert (1, 0) not in copy
+    copy.keep((1, 0), NamedAddress((), 5))
+    known.learn(copy.notes())
+    assert known.find((1, 0)) == NamedAddress((), 5)
+    assert (1, 1) not in known
+
+
+def test_notes_are_no_more_than_is_kept(kernel: _Kernel) -> None:
+    (copy,) = _copies(1, kernel)
+    copy.begin_notes()
+    size = known_names._ADDRESSES[1]
+    for address in range(10 * size):
+        copy.keep((2, address), NamedAddress((), address))
+    notes = copy.notes()
+    assert size <= len(notes.new) <= 2 * size
+    assert (2, 10 * size - 1) in notes.new
 
 
 def test_what_is_kept_of_the_list_is_names(tmp_path: Path) -> None:
