@@ -8,11 +8,13 @@ the process that writes the capture: "=CALL" fails in the first that comes so fa
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import itertools
 import runpy
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,7 @@ def _main(where: str, when: str, *words: str) -> None:
 
     with tempfile.NamedTemporaryFile(delete=False) as mark_file:
         mark = mark_file.name
+    atexit.register(partial(Path(mark).unlink, missing_ok=True))
     capture_process.COMMAND = (sys.executable, __file__, where, when, _WRITER, mark)
     _break(where, when, mark)
     sys.exit(cli.main(list(words)))
