@@ -93,8 +93,9 @@ INTERVAL_NS = 1_000_000_000
 _AHEAD_NS, _MOST_AHEAD_NS = 500_000, 64_000_000
 # And how long after it a program may still run that read the clock before.
 _SETTLE_S = 0.0002
-# What a program takes on a CPU of a machine that shares it with others: 4 ms.
-_TRIES_FOR_ENDS = 20
+# What a program takes on a CPU of a machine that shares it with others: 4 ms. The end of a
+# recording waits for longer, 40 ms: no window comes after it.
+_TRIES_FOR_ENDS, _TRIES_AT_END = 20, 200
 
 # How soon it is looked again whether programs for calls are loaded, which takes 0.3 s.
 _LOADING_NS = 10_000_000
@@ -779,7 +780,7 @@ class Recorder:
         keys, values = self._programs.sums[written].take_all()
         if self._chances is not None:
             self._long_waits.sweep()
-        threads = self._threads_past(keys) if self._options.off_cpu else None
+        threads = self._threads_past(keys, is_last) if self._options.off_cpu else None
         if threads is not None:
             self._long_waits.close(threads.tids, threads.states)
             keys, values = self._cut_sleeps.close(
@@ -828,14 +829,15 @@ class Recorder:
             self.calls.drain(self._window.start_ns, end_ns, other)
         return chosen
 
-    def _threads_past(self, keys: npt.NDArray[np.void]) -> _Threads:
+    def _threads_past(self, keys: npt.NDArray[np.void], is_last: bool) -> _Threads:
         """Returns what all threads do, a boundary being over.
 
         Args:
             keys: Of all sums before it.
+            is_last: The recording ends there.
         """
         tids, states = self._programs.threads.read_all()
-        for tries_left in reversed(range(_TRIES_FOR_ENDS)):
+        for tries_left in reversed(range(_TRIES_AT_END if is_last else _TRIES_FOR_ENDS)):
             # A program that reports a thread's end may have been kept from its CPU meanwhile.
             missing = self.thread_times.unaccounted(keys, tids, states)
             if not missing:
