@@ -114,20 +114,37 @@ static __always_inline struct capture *begin_capture(void *ctx, struct user_regs
 	return capture;
 }
 
-/* The mappings of the process that is being walked, NULL if the host half has not brought them. */
-static __always_inline void *mappings_of(struct walk *walk)
+/* The mappings of a process image, NULL if the host half has not brought them. */
+static __always_inline void *mappings_of_image(u32 tgid, u64 image, u64 *id)
 {
-	void *mappings = process_mappings.lookup(KEY(walk->tgid));
+	void *mappings = process_mappings.lookup(&tgid);
 	struct mapping_slot *slot;
 
 	if (!mappings)
 		return NULL;
 	slot = bpf_map_lookup_elem(mappings, KEY(0));
 	/* After an exec the old image's mappings are there for a moment: better none. */
-	if (!slot || slot->start != walk->image)
+	if (!slot || slot->start != image)
 		return NULL;
-	walk->mappings_id = slot->bias;
+	*id = slot->bias;
 	return mappings;
+}
+
+/*
+ * The mappings of the process that is being walked, NULL if there are none. Until the host half
+ * brings a child's own, those that it was forked with are at the same addresses.
+ */
+static __always_inline void *mappings_of(struct walk *walk)
+{
+	void *mappings = mappings_of_image(walk->tgid, walk->image, &walk->mappings_id);
+	struct process_state *process;
+
+	if (mappings)
+		return mappings;
+	process = processes.lookup(KEY(walk->tgid));
+	if (!process || process->image != walk->image || !process->lender_tgid)
+		return NULL;
+	return mappings_of_image(process->lender_tgid, process->lender_image, &walk->mappings_id);
 }
 
 /* Walks some frames; returns whether the walk has ended. */

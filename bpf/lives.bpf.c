@@ -20,6 +20,21 @@ static __always_inline void inherit_python(u32 parent_tgid, u64 parent_image, u3
 	pythons.update(&tgid, &child);
 }
 
+/* A child has its parent's mappings, or those that this one was forked with itself, until exec. */
+static __always_inline void inherit_mappings(struct process_state *parent, u32 parent_tgid,
+					     struct process_state *child)
+{
+	u64 id;
+	bool is_brought = mappings_of_image(parent_tgid, parent->image, &id);
+
+	child->lender_tgid = parent_tgid;
+	child->lender_image = parent->image;
+	if (!is_brought && parent->lender_tgid) {
+		child->lender_tgid = parent->lender_tgid;
+		child->lender_image = parent->lender_image;
+	}
+}
+
 /* sched_process_fork(struct task_struct *parent, struct task_struct *child): threads as well */
 int on_fork(struct raw_tracepoint *ctx)
 {
@@ -39,6 +54,7 @@ int on_fork(struct raw_tracepoint *ctx)
 			return 0;
 		created.image = now_ns;
 		created.flags = parent->flags & ~(PROCESS_SEEN | PROCESS_SETTLED | PROCESS_GONE);
+		inherit_mappings(parent, parent_tgid, &created);
 		if (processes.update(&tgid, &created)) {
 			count(LOST_PROCESSES_FULL);
 			return 0;
@@ -170,6 +186,7 @@ int on_exec(struct raw_tracepoint *ctx)
 		return 0;
 	}
 	process->image = now_ns;
+	process->lender_tgid = 0;
 	if (process->flags & PROCESS_AT_EXEC)
 		process->flags = PROCESS_TARGET;
 	process->flags &= ~(PROCESS_SEEN | PROCESS_SETTLED | PROCESS_GONE);

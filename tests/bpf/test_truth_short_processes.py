@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent.inspector.opener import Opener
 from aiflame.agent.kernel.life_events import Ended, Forked, LifeEvent, LifeEvents, Mapped, Named
-from aiflame.agent.model.profile import Profile, SampleClass
+from aiflame.agent.model.profile import COMPLETE_REASONS, Profile, SampleClass, StopReason
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.procfs import MapsLine
 from breadth import cases
@@ -113,6 +114,40 @@ def test_children_of_a_process_from_before(tmp_path: Path) -> None:
     assert len(children) == 100
     assert {child.name for child in children} == {profile.processes[0].name}
     assert {child.executable for child in children} == {profile.processes[0].executable}
+
+
+@cases("loops", [0, 2], ids=["quiet", "busy"])
+def test_children_have_complete_stacks_from_their_fork_on(tmp_path: Path, loops: int) -> None:
+    """Also those of children, and all while nobody has read yet what they have mapped."""
+    code = (
+        "import os, time\n"
+        "def work_of_child():\n"
+        "    time.sleep(0.0003)\n"
+        "def beget(levels):\n"
+        "    pid = os.fork()\n"
+        "    if not pid:\n"
+        "        work_of_child()\n"
+        "        if levels:\n"
+        "            beget(levels - 1)\n"
+        "        os._exit(0)\n"
+        "    os.waitpid(pid, 0)\n"
+        "for _ in range(200):\n"
+        "    beget(1)\n"
+    )
+    program = (sys.executable, "-c", code)
+    with busy_loops(loops), Recording(tmp_path, "-F", 999, "--", *program) as recording:
+        profile = recording.wait().profile
+    first = min(profile.processes, key=lambda process: process.started_ns)
+    rows = [
+        (int(row["ns"]), int(profile.stacks.ends[row["stack"]]), row["stack"])
+        for row in profile.samples
+        if profile.processes[profile.threads[row["thread"]].process].pid != first.pid
+    ]
+    has_run = sum(ns for ns, end, _ in rows if end != StopReason.NOT_RUN_YET)
+    complete = sum(ns for ns, end, _ in rows if end in COMPLETE_REASONS)
+    assert complete >= 0.9 * has_run  # the look-ups of symbols by the loader are not
+    work = [ns for ns, _, stack in rows if "work_of_child" in frames_of(profile, stack)]
+    assert sum(work) >= 0.9 * 400 * 300_000
 
 
 @pytest.fixture
