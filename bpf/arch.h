@@ -24,6 +24,7 @@ struct user_regs {
 	u64 stack_pointer;
 	u64 frame_pointer;
 	u64 base_pointer; /* RBX, in which code that aligns its stack keeps where that was */
+	u64 return_address; /* of the leaf, where it is in a register; 0: it is on the stack */
 };
 
 /* What the frame pointer points at. */
@@ -41,6 +42,28 @@ static __always_inline void user_regs_from(struct user_regs *out, struct pt_regs
 	out->stack_pointer = regs->sp;
 	out->frame_pointer = regs->bp;
 	out->base_pointer = regs->bx;
+	out->return_address = 0;
+}
+
+#define NR_VFORK 58 /* arch/x86/entry/syscalls/syscall_64.tbl */
+
+/*
+ * The current thread's return address while it is in vfork(2), 0 while it is not. Parent and child
+ * return from it on one stack, so C libraries take the address off before the call, and put it back
+ * after: glibc by `pop %rdi; syscall; push %rdi` (sysdeps/unix/sysv/linux/x86_64/vfork.S, 2.36), musl
+ * by RDX (src/process/x86_64/vfork.s, 1.2.3).
+ */
+static __always_inline u64 return_address_of_vfork(struct pt_regs *regs)
+{
+	u8 code[3] = {};
+
+	if (regs->orig_ax != NR_VFORK ||
+	    bpf_probe_read_user(code, sizeof(code), (void *)(regs->ip - 2)) || code[0] != 0x0f ||
+	    code[1] != 0x05)
+		return 0;
+	if (code[2] == 0x57)
+		return regs->di;
+	return code[2] == 0x52 ? regs->dx : 0;
 }
 
 #endif

@@ -96,6 +96,14 @@ static __always_inline void begin_capture_in(struct capture *capture, void *ctx,
 	walk->depth = 1;
 	AT(record->frames, record->kernel_depth) = regs->instruction_pointer;
 	walk->hash = hash_step(walk->hash, regs->instruction_pointer);
+	if (!regs->return_address)
+		return;
+	/* The caller is one frame further, and has the stack pointer as it is. */
+	walk->instruction_pointer = regs->return_address;
+	walk->is_exact = 0;
+	walk->depth = 2;
+	AT(record->frames, record->kernel_depth + 1) = regs->return_address;
+	walk->hash = hash_step(walk->hash, regs->return_address);
 }
 
 /*

@@ -129,7 +129,7 @@ static __always_inline void *saved_regs_of(void *task)
 }
 
 /* The registers with which a task last entered the kernel; ip 0 for a kernel thread. */
-static __always_inline void user_regs_of(struct user_regs *out, void *task)
+static __always_inline void read_user_regs(struct user_regs *out, void *task, bool is_current)
 {
 	struct pt_regs regs = {};
 
@@ -139,15 +139,23 @@ static __always_inline void user_regs_of(struct user_regs *out, void *task)
 	}
 	bpf_probe_read_kernel(&regs, sizeof(regs), saved_regs_of(task));
 	user_regs_from(out, &regs);
+	if (is_current)
+		out->return_address = return_address_of_vfork(&regs);
+}
+
+/* The same of any task: its memory is not at hand. */
+static __always_inline void user_regs_of(struct user_regs *out, void *task)
+{
+	read_user_regs(out, task, false);
 }
 
 /* The same of the current task. */
 static __always_inline void current_user_regs(struct user_regs *out)
 {
 	if (host(HAS_TASK_PT_REGS))
-		user_regs_of(out, current_task_btf());
+		read_user_regs(out, current_task_btf(), true);
 	else
-		user_regs_of(out, current_task());
+		read_user_regs(out, current_task(), true);
 }
 
 #endif

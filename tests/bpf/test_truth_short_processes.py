@@ -150,6 +150,48 @@ def test_children_have_complete_stacks_from_their_fork_on(tmp_path: Path, loops:
     assert sum(work) >= 0.9 * 400 * 300_000
 
 
+def test_a_parent_in_vfork_is_where_it_begins_a_program(tmp_path: Path) -> None:
+    """It waits for the exec of its child, with its return address in a register."""
+    code = (
+        "import subprocess\n"
+        "def begin_programs():\n"
+        "    for _ in range(200):\n"
+        "        subprocess.run(['/bin/true'], check=True)\n"
+        "begin_programs()\n"
+    )
+    with Recording(tmp_path, "-F", 999, "--", sys.executable, "-c", code) as recording:
+        profile = recording.wait().profile
+    waits = rows_of(profile, "__vfork", None, SampleClass.BLOCKED)
+    assert int(waits["count"].sum()) >= 190
+    found = Counter[bool]()
+    for row in waits:
+        is_complete = profile.stacks.ends[row["stack"]] in COMPLETE_REASONS
+        is_whole = "begin_programs" in frames_of(profile, row["stack"])
+        found[is_complete and is_whole] += int(row["ns"])
+    assert found[True] >= 0.99 * found.total()
+
+
+@pytest.mark.parametrize("library", ["glibc", "musl"])
+def test_waits_in_vfork_are_under_who_called_it(
+    workload: Callable[..., Path], tmp_path: Path, library: str
+) -> None:
+    program = workload("vforks", "-fomit-frame-pointer")
+    with Recording(tmp_path, "-F", 999, "--", program, library) as recording:
+        profile = recording.wait().profile
+    leaves = {"glibc": "__vfork", "musl": "vfork_of_musl"}
+    waits = rows_of(profile, leaves[library], None, SampleClass.BLOCKED)
+    assert int(waits["count"].sum()) >= 190
+    assert int(waits["ns"].sum()) >= 190 * 2_000_000
+    caller = ["main", f"begin_as_{library}"]
+    found = Counter[bool]()
+    for row in waits:
+        frames = frames_of(profile, row["stack"])
+        at = frames.index(leaves[library])
+        is_complete = profile.stacks.ends[row["stack"]] in COMPLETE_REASONS
+        found[is_complete and frames[at - 2 : at] == caller] += int(row["ns"])
+    assert found[True] >= 0.97 * found.total()  # the first ones come before the tables
+
+
 @pytest.fixture
 def events() -> Iterator[LifeEvents]:
     made = LifeEvents(lambda fd: None)

@@ -37,7 +37,7 @@ class Code(NamedTuple):
 class _UserRegs(ctypes.Structure):
     """struct user_regs of bpf/arch.h."""
 
-    _fields_ = [(name, ctypes.c_uint64) for name in ("rip", "rsp", "rbp", "rbx")]
+    _fields_ = [(name, ctypes.c_uint64) for name in ("rip", "rsp", "rbp", "rbx", "return_address")]
 
 
 class Stack(NamedTuple):
