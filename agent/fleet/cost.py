@@ -66,9 +66,9 @@ _SHORT_LIVED_NS = _S
 _ROOM_FOR_DETAILS = 0.75
 # From here on fewer on-CPU samples: 19 Hz become 5. Few they are in any case, and worth the most.
 _THRIFT_OF_SAMPLES = 4
-# From here on windows wait for their names, for so long at most (fleet/worker.py): what reads files
-# for these is started each time, for each container. Labels and what is to be left out do not wait.
-# So cost comes in lumps, and what is judged is as long.
+# From here on windows wait for their names, for so long at most (fleet/stretch_naming.py): what
+# reads files for these is started each time, for each container. Labels and what is to be left out
+# do not wait. So cost comes in lumps, and what is judged is as long.
 THRIFT_OF_NAMES, NAMES_WAIT_NS = 8, 60 * _S
 # A start, or a build that forks for a moment, is no news.
 _OVER_NS_UNTIL_SAID = 10 * _S
