@@ -108,6 +108,9 @@ class TaskStats:
                 stderr=subprocess.DEVNULL,
                 cwd="/",  # python -m would import from the working directory first
                 bufsize=0,
+                # One thread, so that none has rights that the first gives up; numpy would start
+                # one per CPU.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 **OWN_PROCESS_GROUP,
             )
         if self._process is not None:

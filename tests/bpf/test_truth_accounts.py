@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.profile import Profile
+from aiflame.agent.processes.taskstats import TaskStats
 from aiflame.agent.reports.accounts import compared, disagreement
+from aiflame.agent.rights import Capability
 from breadth import cases
 from recordings import Recording
 from support import AIFLAME, wait_until
@@ -215,3 +217,21 @@ def test_a_storm_of_short_processes_is_accounted_without_an_alarm(tmp_path: Path
     assert found.on_cpu.accounted_ns <= 1.02 * whole_ns
     assert disagreement(profile) == ""
     assert "differs" not in ended.stderr
+
+
+def test_who_asks_for_accounts_has_one_thread_and_one_right() -> None:
+    # A thread that another one's rights are not taken from could do for it what that one may not.
+    with _delay_accounting("1"), TaskStats() as stats:
+        (pid,) = stats.pids
+
+        def have_one() -> bool:
+            threads = [*Path(f"/proc/{pid}").glob("task/*/status")]
+            effective = [
+                int(line.split()[1], 16)
+                for thread in threads
+                for line in thread.read_text().splitlines()
+                if line.startswith("CapEff:")
+            ]
+            return effective == [1 << Capability.NET_ADMIN]
+
+        wait_until(have_one)
