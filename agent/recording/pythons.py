@@ -362,12 +362,22 @@ class PythonProcesses:
     def _take_chain(self, chain: int, record: np.void) -> None:
         image, end = self._image(record), abi.PythonEnd(int(record["end"]))
         process = self.by_image.get(image.index)
-        if end is not abi.PythonEnd.COMPLETE:
-            self.losses[_END_LOSSES[end]] += 1
         frames: Sequence[PythonFrame] = _frames(record)
+        is_gone = end is abi.PythonEnd.UNREADABLE and not frames and self._calls_exec(image)
+        if end is not abi.PythonEnd.COMPLETE and not is_gone:
+            self.losses[_END_LOSSES[end]] += 1
         if process is not None:  # else they are unreadable
             frames = self._facts.name(process.code, frames)
         self._facts.tell_chain(chain, image.index, frames, end)
+
+    def _calls_exec(self, image: ProcessImage) -> bool:
+        """Whether an image of which nothing could be read was inside exec.
+
+        There its memory is gone, and no Python is lost. So are children of a moment, and images
+        that are over by now.
+        """
+        is_new = time.monotonic_ns() - image.image < _NEW_NS
+        return is_new or not self._table.is_current(image)
 
     def _refuse(self, binary: int, why: str) -> None:
         self._blame(binary, LossKind.PYTHON_UNSUPPORTED, why)
