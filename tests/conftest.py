@@ -75,6 +75,21 @@ def update_golden(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes that a test forks, in their order; in such a one, 0 for itself."""
+    found: list[int] = []
+    fork = os.fork
+
+    def note() -> int:
+        pid = fork()
+        found.append(pid)
+        return pid
+
+    monkeypatch.setattr(os, "fork", note)
+    return found
+
+
+@pytest.fixture
 def wait_until() -> Callable[..., None]:
     """`wait_until(predicate, timeout_s=10)`."""
     return support.wait_until

@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +40,11 @@ ABSENT_HERE = (
     "chDB is not installed",
     "no systemd-analyze",
 )
+
+
+def are_gone(pids: Collection[int]) -> bool:
+    """Whether there are processes, and none of them is there any more."""
+    return bool(pids) and not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def wait_until(predicate: Callable[[], object], timeout_s: float = 10.0) -> None:

@@ -37,6 +37,7 @@ from aiflame.agent.sinks.written import Naming
 from aiflame.agent.symbolize.files import GivenFiles
 from bench.large import write_capture
 from profiles import RECORDING, small_profile
+from support import are_gone
 
 _OURS = Labels(service="train")
 # Larger than a pipe.
@@ -101,25 +102,6 @@ def stretch(tmp_path: Path) -> NamedStretch:
     return NamedStretch(tmp_path / "stretch.aiflame", [_OURS] * len(profile.processes))
 
 
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The processes that were forked."""
-    found: list[int] = []
-    fork = os.fork
-
-    def note() -> int:
-        pid = fork()
-        found.append(pid)
-        return pid
-
-    monkeypatch.setattr(os, "fork", note)
-    return found
-
-
-def _are_gone(forked: Sequence[int]) -> bool:
-    return bool(forked) and not any(Path(f"/proc/{pid}").exists() for pid in forked)
-
-
 def test_requests_come_as_sinks_made_them(stretch: NamedStretch, forked: list[int]) -> None:
     # GIVEN three sinks, one of which fails, and what another had is not asked for to its end
     sinks = {"two": _Sink(_two), "bad": _Sink(_fails), "labels": _Sink(_labels_in_words)}
@@ -146,7 +128,7 @@ def test_requests_come_as_sinks_made_them(stretch: NamedStretch, forked: list[in
     assert summary.samples == int(on_cpu["count"].sum())
     assert summary.duration_ns == profile.recording.duration_ns
     assert summary.losses == {loss.name: loss.count for loss in profile.losses}
-    assert _are_gone(forked)
+    assert are_gone(forked)
 
 
 def test_who_is_left_out_is_in_no_request(stretch: NamedStretch) -> None:
@@ -168,7 +150,7 @@ def test_a_process_that_is_killed_is_noticed(stretch: NamedStretch, forked: list
         found = []
         with pytest.raises(ForkEnded):
             found += encoder.requests("killed")
-    assert _are_gone(forked)
+    assert are_gone(forked)
 
 
 def test_locks_of_other_threads_hinder_nobody(
@@ -250,7 +232,7 @@ def test_what_is_killed_is_tried_again_and_nothing_is_queued_twice(
     assert states["bad"].dropped_samples == {"cannot be encoded: ValueError": weights}
     assert (b'"lost"' if times == 3 else b'"done"') in said
     assert not stretch.database.exists()
-    assert _are_gone(forked)
+    assert are_gone(forked)
 
 
 def test_where_nothing_can_be_forked_it_is_tried_again(

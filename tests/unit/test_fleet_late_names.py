@@ -34,6 +34,7 @@ from aiflame.agent.symbols.frames import Problem, SourceFrame
 from aiflame.agent.symbols.service import Request, Result, SymbolService
 from aiflame.agent.target_files import FileGuard
 from pushes import totals_of
+from support import are_gone
 from windows import RandomRecording
 
 _FACTS: dict[str, str | int] = {
@@ -91,25 +92,6 @@ def naming() -> Iterator[Naming]:
         closing(FileFacts(server, FileGuard())) as file_facts,
     ):
         yield Naming(GivenFiles(), service, file_facts, lambda _: None)
-
-
-@pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The processes that this one has forked."""
-    found: list[int] = []
-    fork = os.fork
-
-    def note() -> int:
-        pid = fork()
-        found.append(pid)
-        return pid
-
-    monkeypatch.setattr(os, "fork", note)
-    return found
-
-
-def _are_gone(copies: Sequence[int]) -> bool:
-    return bool(copies) and not any(Path(f"/proc/{pid}").exists() for pid in copies)
 
 
 @pytest.fixture
@@ -185,7 +167,7 @@ def test_a_large_window_and_those_after_it_wait_in_any_case(
     naming: Naming,
     log: Log,
     named: Named,
-    copies: list[int],
+    forked: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     agents = [_Agent(tmp_path / name, naming, log) for name in ("small", "large")]
@@ -197,7 +179,7 @@ def test_a_large_window_and_those_after_it_wait_in_any_case(
     agents[1].take(agents[1].windows[1:5])
     assert named() == [*range(5)]
     assert agents[0].sums() == agents[1].sums()
-    assert len(copies) == 1 and _are_gone(copies)
+    assert len(forked) == 1 and are_gone(forked)
 
 
 def test_nothing_waits_once_names_came_from_a_list_of_the_process(
@@ -381,7 +363,7 @@ def test_files_that_nobody_maps_any_more_stay_for_windows_that_wait(
 
 
 def test_what_a_copy_finds_out_is_known_to_later_stretches(
-    tmp_path: Path, log: Log, copies: list[int]
+    tmp_path: Path, log: Log, forked: list[int]
 ) -> None:
     # GIVEN a stretch whose windows waited, so that another process has named it
     service = _Names()
@@ -400,14 +382,14 @@ def test_what_a_copy_finds_out_is_known_to_later_stretches(
     assert second == {(file, address) for file, address in first if address % 4 == 0}
     assert first > second > set()
     assert frames_again.tolist() == frames.tolist()
-    assert len(copies) == 2 and _are_gone(copies)
+    assert len(forked) == 2 and are_gone(forked)
 
 
 def test_bad_files_that_a_copy_meets_stay_known(
     tmp_path: Path,
     naming: Naming,
     log: Log,
-    copies: list[int],
+    forked: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = BoundedNamer.name
@@ -425,7 +407,7 @@ def test_bad_files_that_a_copy_meets_stay_known(
     agent.take(agent.windows)
     agent.stretch.finish()
     # THEN a program whose files take long has no new budget in each stretch.
-    assert _are_gone(copies)
+    assert are_gone(forked)
     assert guard.bad == {"/bad": "it lies"}
     assert guard.allowance_s(1000) < before_s
 
@@ -434,7 +416,7 @@ def test_bad_files_that_a_copy_meets_stay_known(
 def test_a_file_that_its_reader_dies_of_is_asked_for_no_more(
     tmp_path: Path,
     log: Log,
-    copies: list[int],
+    forked: list[int],
     monkeypatch: pytest.MonkeyPatch,
     is_killed: bool,
 ) -> None:
@@ -460,7 +442,7 @@ def test_a_file_that_its_reader_dies_of_is_asked_for_no_more(
         agent.take(agent.windows)
         monkeypatch.setattr(BoundedNamer, "name", ask)
         agent.stretch.finish()
-        assert len(copies) == (2 if is_killed else 1) and _are_gone(copies)
+        assert len(forked) == (2 if is_killed else 1) and are_gone(forked)
         assert len(service.problems) == 2
         (found,) = service.resolve_many([Request(str(bad), "", np.array([1], np.uint64))])
         assert (found.frames, service.pid, len(service.problems)) == ([()], None, 2)
@@ -501,7 +483,7 @@ def test_a_stretch_whose_process_is_killed_stays_without_names(
 
 
 def test_a_stretch_whose_process_is_killed_once_has_its_names(
-    tmp_path: Path, log: Log, copies: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, log: Log, forked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = _Names()
     with closing(ForkServer()) as server, closing(FileFacts(server, FileGuard())) as file_facts:
@@ -512,20 +494,20 @@ def test_a_stretch_whose_process_is_killed_once_has_its_names(
         name = BoundedNamer.name
 
         def end(namer: BoundedNamer, window: Window, stacks: Any) -> Any:
-            if window.number == 3 and len(copies) == 1:  # it is the first copy
+            if window.number == 3 and len(forked) == 1:  # it is the first copy
                 os.kill(os.getpid(), signal.SIGKILL)
             return name(namer, window, stacks)
 
         with monkeypatch.context() as patch:
             patch.setattr(BoundedNamer, "name", end)
             agent.stretch.finish()
-    assert len(copies) == 2 and _are_gone(copies)
+    assert len(forked) == 2 and are_gone(forked)
     functions = [function.name for function in read_capture(agent.stretch.database).functions]
     assert any(name in functions for name in (f"{file} {at}" for file, at in service.asked))
 
 
 def test_a_full_disk_is_no_reason_to_leave_names(
-    tmp_path: Path, naming: Naming, log: Log, copies: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, naming: Naming, log: Log, forked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = _Agent(tmp_path / "agent", naming, log)
     agent.lateness.thrift = 16
@@ -537,7 +519,7 @@ def test_a_full_disk_is_no_reason_to_leave_names(
     monkeypatch.setattr(module.WrittenCapture, "finish", refuse)
     with pytest.raises(DiskFull, match="no space left"):
         agent.stretch.finish()
-    assert _are_gone(copies)
+    assert are_gone(forked)
     assert (tmp_path / "log").read_text() == ""
 
 
