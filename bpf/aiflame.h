@@ -252,10 +252,10 @@ struct process_state {
 	struct event_budget bells;
 	u32 one_in; /* switch-outs of its cgroup, as of chances_number */
 	u32 chances_number; /* SETTING_CHANCES_NUMBER when it was looked up */
-	/* Whom it was forked from, whose mappings it has until an exec; 0: nobody. */
-	u32 lender_tgid;
+	/* The process whose mappings it was forked with and has until an exec; 0: none. */
+	u32 mappings_tgid;
 	u32 unused;
-	u64 lender_image;
+	u64 mappings_image;
 };
 
 /*

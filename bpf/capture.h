@@ -150,9 +150,10 @@ static __always_inline void *mappings_of(struct walk *walk)
 	if (mappings)
 		return mappings;
 	process = processes.lookup(KEY(walk->tgid));
-	if (!process || process->image != walk->image || !process->lender_tgid)
+	if (!process || process->image != walk->image || !process->mappings_tgid)
 		return NULL;
-	return mappings_of_image(process->lender_tgid, process->lender_image, &walk->mappings_id);
+	return mappings_of_image(process->mappings_tgid, process->mappings_image,
+				 &walk->mappings_id);
 }
 
 /* Walks some frames; returns whether the walk has ended. */

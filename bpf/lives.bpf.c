@@ -27,11 +27,11 @@ static __always_inline void inherit_mappings(struct process_state *parent, u32 p
 	u64 id;
 	bool is_brought = mappings_of_image(parent_tgid, parent->image, &id);
 
-	child->lender_tgid = parent_tgid;
-	child->lender_image = parent->image;
-	if (!is_brought && parent->lender_tgid) {
-		child->lender_tgid = parent->lender_tgid;
-		child->lender_image = parent->lender_image;
+	child->mappings_tgid = parent_tgid;
+	child->mappings_image = parent->image;
+	if (!is_brought && parent->mappings_tgid) {
+		child->mappings_tgid = parent->mappings_tgid;
+		child->mappings_image = parent->mappings_image;
 	}
 }
 
@@ -186,7 +186,7 @@ int on_exec(struct raw_tracepoint *ctx)
 		return 0;
 	}
 	process->image = now_ns;
-	process->lender_tgid = 0;
+	process->mappings_tgid = 0;
 	if (process->flags & PROCESS_AT_EXEC)
 		process->flags = PROCESS_TARGET;
 	process->flags &= ~(PROCESS_SEEN | PROCESS_SETTLED | PROCESS_GONE);

@@ -324,7 +324,7 @@ class StretchNaming:
         except Exception as caught:  # of one stretch
             error = caught
         outcome = _Outcome(
-            naming.notes(),
+            naming.end_notes(),
             self.cpu_ns,
             self.rss_bytes,
             self._lateness.prompt_until_s,

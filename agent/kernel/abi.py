@@ -204,9 +204,9 @@ PROCESS_STATE_DTYPE = np.dtype(
         ("bells", EVENT_BUDGET_DTYPE),
         ("one_in", "<u4"),
         ("chances_number", "<u4"),
-        ("lender_tgid", "<u4"),
+        ("mappings_tgid", "<u4"),
         ("unused", "<u4"),
-        ("lender_image", "<u8"),
+        ("mappings_image", "<u8"),
     ]
 )
 BELL_EVENT_DTYPE = np.dtype(

@@ -371,10 +371,10 @@ class PythonProcesses:
         self._facts.tell_chain(chain, image.index, frames, end)
 
     def _calls_exec(self, image: ProcessImage) -> bool:
-        """Whether an image of which nothing could be read was inside exec.
+        """Whether a process of which nothing could be read was inside exec.
 
-        There its memory is gone, and no Python is lost. So are children of a moment, and images
-        that are over by now.
+        There the old program's memory is gone, and no Python frame is lost. It is taken to be so
+        where the process was forked a moment ago, or is another program or over by now.
         """
         is_new = time.monotonic_ns() - image.image < _NEW_NS
         return is_new or not self._table.is_current(image)

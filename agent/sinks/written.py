@@ -72,7 +72,7 @@ class Naming:
         """From now on what is found out is for the process that this one is a copy of."""
         self.known.begin_notes()
 
-    def notes(self) -> NamingNotes:
+    def end_notes(self) -> NamingNotes:
         """Ends helpers; returns what was found out since `begin_notes`."""
         self._end_helpers()
         guard = self.file_facts.guard
