@@ -7,7 +7,9 @@ They are the kernel's word, of no size, and may be gone or refused at any moment
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # The kernel fills at most a page of most files in one read, but more of maps.
@@ -40,3 +42,12 @@ def read_bytes(path: str | Path) -> bytes:
         OSError: It cannot be read.
     """
     return Path(path).read_bytes()
+
+
+def lines(path: str | Path) -> Iterator[bytes]:
+    """Yields the lines of a long file, each with its end, as far as it can be read.
+
+    One at a time: that takes no memory of which holes would be left.
+    """
+    with contextlib.suppress(OSError), Path(path).open("rb", _READ_BYTES) as file:
+        yield from file

@@ -20,9 +20,7 @@ _ANY_MODULE = "*"
 # v6.1): always 16 digits, as this is for 64 bits.
 _KALLSYMS = "/proc/kallsyms"
 _TYPE_AT, _NAME_AT = 16, 19
-_FUNCTIONS = frozenset((" t ", " T ", " w ", " W "))
-# A kernel with many modules lists 250,000 symbols of some 60 bytes.
-_MAX_KALLSYMS_BYTES = 64 << 20
+_FUNCTIONS = frozenset((b" t ", b" T ", b" w ", b" W "))
 
 
 class KernelFrame(NamedTuple):
@@ -66,17 +64,16 @@ def kernel_addresses(
     Several functions of one module may have one name: the first counts. Those that the kernel
     hides from this process have none.
     """
-    names = {name for name, _ in functions}
+    names = {name.encode() for name, _ in functions}
     found: dict[tuple[str, str], int] = {}
     # Next to none of a hundred thousand lines is more than looked at.
-    for line in kernelfs.read_text(path, _MAX_KALLSYMS_BYTES).split("\n"):
-        name, module = line[_NAME_AT:], ""
-        if line[-1:] == "]":
-            name, _, module = name.partition("\t")
+    for line in kernelfs.lines(path):
+        name, _, module = line[_NAME_AT:-1].partition(b"\t")
         if name not in names or line[_TYPE_AT:_NAME_AT] not in _FUNCTIONS:
             continue
         address = int(line[:_TYPE_AT], 16)
         if address:
-            found.setdefault((name, module.strip("[]")), address)
-            found.setdefault((name, _ANY_MODULE), address)
+            words = name.decode()
+            found.setdefault((words, module.decode(errors="replace").strip("[]")), address)
+            found.setdefault((words, _ANY_MODULE), address)
     return found
