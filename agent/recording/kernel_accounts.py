@@ -97,6 +97,7 @@ class KernelAccounts:
         self._first_interrupted_ns = self._last_interrupted_ns = 0
         self._delays: list[npt.NDArray[np.void]] = [np.zeros(0, TASKSTATS_DTYPE)]
         self._ended: list[npt.NDArray[np.void]] = [np.zeros(0, _ENDED_DTYPE)]
+        self._early: npt.NDArray[np.void] = np.zeros(0, TASKSTATS_DTYPE)
         self._room = _MOST_ENDED
         self._left_out = self._overrun = 0
 
@@ -149,20 +150,27 @@ class KernelAccounts:
             self._add(self._stats.take(), finds)
 
     def _add(self, told: npt.NDArray[np.void], finds: Finds) -> None:
-        if not len(told):
+        if not len(told) and not len(self._early):
             return
         self._delays.append(told[np.isin(told["kind"], (Told.FIRST, Told.LAST))])
         self._overrun = max(self._overrun, int(told["lost"].max(initial=0)))
-        ended = told[np.isin(told["kind"], (Told.THREAD_ENDED, Told.PROCESS_ENDED))]
-        numbers = [finds(pid, tid) for pid, tid in ended[["pid", "tid"]].tolist()]
-        known = [at for at, number in enumerate(numbers) if number is not None]
+        is_end = np.isin(told["kind"], (Told.THREAD_ENDED, Told.PROCESS_ENDED))
+        ended, early = np.concatenate([self._early, told[is_end]]), len(self._early)
+        found = [finds(pid, tid) for pid, tid in ended[["pid", "tid"]].tolist()]
+        # What ended since events were taken in is known the next time, if it is a target's.
+        is_early = [
+            at >= early and (numbers is None or numbers[1] == NO_THREAD)
+            for at, numbers in enumerate(found)
+        ]
+        self._early = ended[is_early]
+        known = {
+            at: numbers
+            for at, numbers in enumerate(found)
+            if numbers is not None and not is_early[at]
+        }
         rows = np.zeros(len(known), _ENDED_DTYPE)
-        rows["told"] = ended[known]
-        rows["process"], rows["thread"] = (
-            np.array([number for number in numbers if number is not None], np.int64)
-            .reshape(-1, 2)
-            .T
-        )
+        rows["told"] = ended[[*known]]
+        rows["process"], rows["thread"] = np.array([*known.values()], np.int64).reshape(-1, 2).T
         self._ended.append(rows[: self._room])
         self._left_out += max(len(rows) - self._room, 0)
         self._room -= min(len(rows), self._room)
@@ -177,6 +185,7 @@ class KernelAccounts:
         """
         if self._stats is not None:
             self._add(self._stats.finish(), finds)
+            self._add(np.zeros(0, TASKSTATS_DTYPE), finds)  # there is no next time
         interrupted = self._last_interrupted_ns - self._first_interrupted_ns
         last = self._last[self._have_begun(self._last)]
         threads = growth_of(self._first, last, start_ns, end_ns)

@@ -239,8 +239,25 @@ def test_a_thread_that_the_recording_does_not_know_ends_with_its_process_alone()
     stats = _Stats(_told(Told.PROCESS_ENDED, 10, 10, 50, 5, 2, 1_600, blkio=(4, 40)))
     accounts = KernelAccounts(stats)  # type: ignore[arg-type]
     accounts.take(lambda pid, tid: (7, NO_THREAD))
-    growth = accounts.growth(1_000, 2_000, _numbers)
+    growth = accounts.growth(1_000, 2_000, lambda pid, tid: (7, NO_THREAD))
     assert (len(growth.ended), growth.ended_delays) == (0, (Delay(7, "blkio", 4, 40),))
+
+
+def test_what_ends_before_its_events_are_taken_in_is_accounted_the_next_time() -> None:
+    # GIVEN ends of a process that nobody knows yet, and of one whose thread nobody does
+    stats = _Stats(
+        _told(Told.PROCESS_ENDED, 10, 10, 50, 5, 2, 1_600),
+        _told(Told.PROCESS_ENDED, 11, 11, 60, 6, 3, 1_700, blkio=(4, 40)),
+        _told(Told.PROCESS_ENDED, 30, 30, 9, 9, 9, 1_800),  # not recorded
+    )
+    accounts = KernelAccounts(stats)  # type: ignore[arg-type]
+    accounts.take(lambda pid, tid: (1, NO_THREAD) if pid == 11 else None)
+    # WHEN they are known
+    accounts.take(_numbers)
+    # THEN both have their accounts, once.
+    growth = accounts.growth(1_000, 2_000, _numbers)
+    assert growth.ended[["thread", "on_cpu_ns"]].tolist() == [(100, 50), (101, 60)]
+    assert growth.ended_delays == (Delay(1, "blkio", 4, 40),)
 
 
 def test_ends_beyond_what_is_kept_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
