@@ -46,6 +46,7 @@ from aiflame.agent.fleet.naming import PROGRAM as NAMING
 from aiflame.agent.fleet.naming import NamingProcess
 from aiflame.agent.fleet.notify import ServiceManager
 from aiflame.agent.fleet.prepared import PreparedHelpers
+from aiflame.agent.fleet.selection import groups_below
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.stretches import Stretch, Stretches
 from aiflame.agent.fleet.vitals import Vitals
@@ -57,7 +58,7 @@ from aiflame.agent.kernel.probes import online_cpus
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.window import Window
 from aiflame.agent.processes import procfs
-from aiflame.agent.processes.targets import Target, target_of_all
+from aiflame.agent.processes.targets import Target, cgroup2_mounts, target_of_all
 from aiflame.agent.recording.foundation import Foundation
 from aiflame.agent.recording.recorder import Progress, Recorder
 from aiflame.agent.recording.signals import StopSignals
@@ -283,7 +284,8 @@ def _steers(settings: AgentSettings) -> CostController | None:
     """Returns who decides which waits have a stack; their time is exact in any case."""
     if not settings.off_cpu:
         return None
-    return CostController(len(online_cpus()), settings.budget)
+    cgroups = [number for mount in cgroup2_mounts()[:1] for _, number in groups_below(mount)]
+    return CostController(len(online_cpus()), settings.budget, cgroups=cgroups)
 
 
 def _loading(settings: AgentSettings) -> Loading:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -185,6 +185,7 @@ class CostController:
         cpus: Of the host.
         budget: What it may cost.
         prices: What events take before anything was measured.
+        cgroups: Ids of those that are there already.
 
     Attributes:
         chances: What it said last.
@@ -195,13 +196,15 @@ class CostController:
     cpus: int
     budget: Budget = field(default_factory=Budget)
     prices: Prices = field(default_factory=Prices)
+    cgroups: InitVar[Collection[int]] = ()
     chances: Chances = field(init=False)
     cost_ns_per_s: float = field(default=0.0, init=False)
     is_over: bool = field(default=False, init=False)
     _told_ns: int = field(default=0, init=False)
     _told_cost_ns: float = field(default=0.0, init=False)
     _thrift: int = field(default=1, init=False)
-    _joins: bool = field(default=False, init=False)
+    _joins: bool = field(default=True, init=False)
+    _has_looked: bool = field(default=False, init=False)
     _looked_joined: int = field(default=0, init=False)
     _looked_ns: int = field(default=0, init=False)
     _looked_cost_ns: float = field(default=0.0, init=False)
@@ -212,9 +215,16 @@ class CostController:
     _stalls: dict[int, float] = field(default_factory=dict, init=False)
     _duties: dict[int, float] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, cgroups: Collection[int]) -> None:
         self._measured = _Measured(self.prices)
-        self.chances = Chances(_FIRST_ONE_IN, {}, _SPACING_NS)
+        # Joined until it is known what there is. Each by itself, 500 a second of them would take a
+        # quarter of a CPU while all that lives is entered, and holes of 10 MB would stay of it.
+        self.chances = Chances(
+            _FIRST_ONE_IN,
+            dict.fromkeys(sorted(cgroups)[:_MOST_CGROUPS], _FIRST_ONE_IN),
+            _SPACING_NS,
+            details_after_ns=self._details_after_ns(),
+        )
 
     def first(self) -> Chances:
         """Returns what a recording begins with."""
@@ -263,9 +273,12 @@ class CostController:
             spacing_ns,
             max(self._thrift // _THRIFT_OF_SAMPLES, 1),
             self._thrift,
-            _SHORT_LIVED_NS if self._joins else 0,
+            self._details_after_ns(),
         )
         return self.chances
+
+    def _details_after_ns(self) -> int:
+        return _SHORT_LIVED_NS if self._joins and self.budget.with_own_cpu else 0
 
     def duties(self) -> dict[int, float]:
         """Returns for how much of the time that is wanted stalls may be sampled, by process."""
@@ -311,7 +324,8 @@ class CostController:
         share = self._looked_cost_ns / affordable_ns
         of_details = self._looked_joined * self.prices.process / affordable_ns
         self._looked_ns, self._looked_cost_ns, self._looked_joined = 0, 0.0, 0
-        if share > 1 and not self._joins:
+        is_start, self._has_looked = not self._has_looked, True
+        if share > 1 and (is_start or not self._joins):
             self._joins = True
         elif share > 1:
             self._thrift = min(2 * self._thrift, _MOST_THRIFT)

@@ -176,7 +176,7 @@ def left_out(
         return set()
     groups = {
         path: number
-        for path, number in _groups(mount)
+        for path, number in groups_below(mount)
         if not is_v1_beside or identity_of(path).containers
     }
     owners.expect(groups)
@@ -198,8 +198,12 @@ def left_out_paths(paths: Iterable[str], selection: Selection, owners: Owners) -
     return {path for path in known if selection.leaves_out(owners.of_group(path))}
 
 
-def _groups(mount: Path) -> Iterator[tuple[str, int]]:
-    """Yields the path and the id of each cgroup that holds processes, or may."""
+def groups_below(mount: Path) -> Iterator[tuple[str, int]]:
+    """Yields the path and the id of each cgroup that holds processes, or may.
+
+    Args:
+        mount: Of cgroup v2, as the host has it.
+    """
     waiting = [("/", str(mount), 0, "")]
     count = 0
     of_owners: Counter[str] = Counter()

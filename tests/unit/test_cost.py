@@ -497,6 +497,21 @@ def test_short_lived_processes_are_joined_before_anything_else_is_left() -> None
     assert chances[-1].details_after_ns == 0
 
 
+def test_short_lived_processes_are_joined_until_it_is_known_what_there_is() -> None:
+    # GIVEN an agent that begins, which takes more than what comes after
+    controller = CostController(2, cgroups=(5, 6))
+    first = controller.first()
+    assert first.details_after_ns == _S
+    assert {*first.by_cgroup} == {5, 6}  # those that it is known of where they are
+    begun = _joining(controller, 4, lambda _: 0.5, 0)[-1]
+    # THEN nothing else is left because of that,
+    assert (begun.details_after_ns, begun.thrift) == (_S, 1)
+    # and where few processes come, each has its details.
+    assert _joining(controller, 10, lambda _: 0.01, 4)[-1].details_after_ns == 0
+    # What a recording's programs take is no reason to join any.
+    assert CostController(2, _PROGRAMS, cgroups=(5, 6)).first().details_after_ns == 0
+
+
 def test_less_is_done_of_all_else_where_joining_is_not_enough() -> None:
     controller = CostController(2)
     chances = _joining(controller, 60, lambda c: 0.004 + 0.1 / c.thrift, 0)
