@@ -48,7 +48,9 @@ from aiflame.agent.sinks.rebuilt import capture_of_windows
 from aiflame.agent.sinks.segments import RecordedWindows
 from aiflame.agent.sinks.written import Naming
 from aiflame.agent.symbolize.files import GivenFiles
+from aiflame.agent.symbolize.known_names import KnownNames
 from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
+from aiflame.agent.symbols.kallsyms import KernelSymbols
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.agent.target_files import FileGuard
@@ -408,12 +410,21 @@ def run(arguments: Sequence[str]) -> None:
         ) as file_facts,
     ):
         lateness = Lateness()
-        naming = Naming(files, service, file_facts, lateness.budget_s)
+        known = KnownNames(lambda: _kernel_symbols(directory))
+        naming = Naming(files, service, file_facts, lateness.budget_s, known)
         worker = _Worker(directory, channel, naming, files, lateness, log)
         for message in messages(channel, files):
             worker.take(message)
             service.poll()
         worker.finish()
+
+
+def _kernel_symbols(directory: Path) -> KernelSymbols:
+    """Returns the kernel's functions, on disk where there is room: a stretch asks for a few."""
+    found = KernelSymbols.load()
+    with suppress(OSError):
+        return found.on_disk(directory)
+    return found
 
 
 def _wait_for_others(directory: Path, channel: socket.socket, log: Log) -> None:

@@ -8,6 +8,8 @@ list while they are loaded: load it again after one came or went.
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +62,7 @@ class KernelSymbols:
         text: Names, each to the end of its line.
     """
 
-    def __init__(self, ranges: Disjoint, text: bytes) -> None:
+    def __init__(self, ranges: Disjoint, text: bytes | mmap.mmap) -> None:
         self._ranges = ranges
         self._text = text
 
@@ -89,6 +91,33 @@ class KernelSymbols:
             )
         return cls(*_compact(_ranges(found), text))
 
+    def on_disk(self, directory: Path) -> KernelSymbols:
+        """Returns the same in a file without a name, of which memory has what was looked at.
+
+        Args:
+            directory: Where the file is; nobody else can write to it.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        starts, ends, rows = self._ranges
+        text_at = starts.nbytes + ends.nbytes + rows.nbytes
+        with tempfile.TemporaryFile(dir=directory) as file:
+            for part in (starts, ends, rows + text_at):
+                file.write(part.tobytes())
+            file.write(self._text)
+            file.flush()
+            memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        count = len(starts)
+        return KernelSymbols(
+            Disjoint(
+                np.frombuffer(memory, np.uint64, count),
+                np.frombuffer(memory, np.uint64, count, starts.nbytes),
+                np.frombuffer(memory, np.int64, count, starts.nbytes + ends.nbytes),
+            ),
+            memory,
+        )
+
     def lookup(self, addresses: U64) -> list[KernelName | None]:
         """Names for kernel addresses, shape (n,); None outside every function."""
         found = find(self._ranges, addresses)
@@ -99,7 +128,7 @@ class KernelSymbols:
         ]
 
     def _name(self, begin: int) -> KernelName:
-        line = self._text[begin : self._text.index(b"\n", begin)]
+        line = self._text[begin : self._text.find(b"\n", begin)]
         name, _, module = line.partition(b"\t")
         module = module.strip(b"[]") or _KERNEL
         return KernelName(*(clean_name(part.decode("utf-8", "replace")) for part in (name, module)))

@@ -56,6 +56,7 @@ _MAY_OPEN = {
     "agent/fleet/delivery.py": "the same, for what waits for a back-end",
     "agent/sinks/captures.py": "a capture of ours, in that directory",
     "agent/symbols/store.py": "the cache",
+    "agent/symbols/kallsyms.py": "a file without a name in the directory of an agent",
     "agent/processes/cached_tables.py": "a private directory, where there is no cache",
     "agent/symbols/service.py": "a file without a name, for the last words of a child",
     "agent/sinks/capture_process.py": "the same",

@@ -38,8 +38,10 @@ def look(symbols: KernelSymbols, *addresses: int) -> list[str | None]:
     return [entry and f"{entry.name} {entry.module}" for entry in found]
 
 
-def test_functions_by_address(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_functions_by_address(tmp_path: Path, is_on_disk: bool) -> None:
     symbols = load(tmp_path, SAMPLE)
+    symbols = symbols.on_disk(tmp_path) if is_on_disk else symbols
     assert look(symbols, 0xFFFFFFFF81000000, 0xFFFFFFFF810000FF, 0xFFFFFFFF81000100) == [
         "startup_64 [kernel]",
         "startup_64 [kernel]",
@@ -52,8 +54,10 @@ def test_functions_by_address(tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_outside_the_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_nothing_outside_the_code(tmp_path: Path, is_on_disk: bool) -> None:
     symbols = load(tmp_path, SAMPLE)
+    symbols = symbols.on_disk(tmp_path) if is_on_disk else symbols
     outside = (
         0,
         0x7F0000000000,
