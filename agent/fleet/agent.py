@@ -21,7 +21,11 @@ from types import FrameType
 from typing import Any
 
 from aiflame.agent import __version__, priority, rights
-from aiflame.agent.allocator import give_back_freed_memory, map_large_blocks
+from aiflame.agent.allocator import (
+    give_back_freed_memory,
+    give_back_pages_of_files,
+    map_large_blocks,
+)
 from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
 from aiflame.agent.devices.choice import AUTO, NONE, ChooseFamilies
 from aiflame.agent.errors import AiflameError, DiskFull, EnvironmentUnfit
@@ -573,6 +577,7 @@ class _Agent:
     def _look_at_itself(self) -> None:
         """Has less kept where all processes together have more than they may for long, or more."""
         self._vitals.note_cpu(sum(map(procfs.cpu_s, (os.getpid(), *procfs.begun()))))
+        give_back_pages_of_files()
         naming, limit = self._naming, self._config.agent.memory
         use = measure(None if naming is None else naming.pid, self._recorder.tables.kernel_bytes)
         self._vitals.note_memory(use, limit)

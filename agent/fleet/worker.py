@@ -25,7 +25,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from aiflame.agent.allocator import give_back_freed_memory, map_large_blocks
+from aiflame.agent.allocator import (
+    give_back_freed_memory,
+    give_back_pages_of_files,
+    map_large_blocks,
+)
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError, DiskFull
 from aiflame.agent.fleet.config import AgentConfig, config_of
@@ -245,6 +249,7 @@ class _Worker:
             database.unlink(missing_ok=True)
             gc.collect()  # what naming took: 9 MB of a host with 10,000 threads, every minute
             give_back_freed_memory()
+            give_back_pages_of_files()
         mark_done(folder)
         self._report(
             {

@@ -50,7 +50,7 @@ _LEAVES = {
 }
 _MAY_IMPORT = {
     "": set(),
-    "allocator": set(),
+    "allocator": {"kernelfs"},
     "demangle": {"inspector", "kernelfs", "limits"},
     "errors": set(),
     "kernelfs": set(),
