@@ -41,6 +41,8 @@ NO_THREAD = -1
 
 # Of threads that have ended, whose they are and what was told.
 _ENDED_DTYPE = np.dtype([("process", "<u4"), ("thread", "<i8"), ("told", TASKSTATS_DTYPE)])
+# For how long an end may be nobody's that is a target's.
+_EARLY_NS = 1_000_000_000
 # 22 MB, and at 500 ends a second four minutes.
 _MOST_ENDED = 1 << 17
 
@@ -149,18 +151,21 @@ class KernelAccounts:
         if self._stats is not None:
             self._add(self._stats.take(), finds)
 
-    def _add(self, told: npt.NDArray[np.void], finds: Finds) -> None:
-        if not len(told) and not len(self._early):
+    def _add(self, told: npt.NDArray[np.void], finds: Finds, *, is_last: bool = False) -> None:
+        if not len(told) and not (is_last and len(self._early)):
             return
         self._delays.append(told[np.isin(told["kind"], (Told.FIRST, Told.LAST))])
         self._overrun = max(self._overrun, int(told["lost"].max(initial=0)))
         is_end = np.isin(told["kind"], (Told.THREAD_ENDED, Told.PROCESS_ENDED))
-        ended, early = np.concatenate([self._early, told[is_end]]), len(self._early)
+        ended = np.concatenate([self._early, told[is_end]])
         found = [finds(pid, tid) for pid, tid in ended[["pid", "tid"]].tolist()]
-        # What ended since events were taken in is known the next time, if it is a target's.
+        # Events may be taken in later than ends are told: a target's are known by the next time, or
+        # the one after. The kernel tells of an end before it takes down what the process has mapped
+        # (do_exit in kernel/exit.c, v6.1), and its event comes after that.
+        is_new = ended["read_ns"] + _EARLY_NS > ended["read_ns"].max(initial=0)
         is_early = [
-            at >= early and (numbers is None or numbers[1] == NO_THREAD)
-            for at, numbers in enumerate(found)
+            not is_last and bool(new) and (numbers is None or numbers[1] == NO_THREAD)
+            for new, numbers in zip(is_new, found, strict=True)
         ]
         self._early = ended[is_early]
         known = {
@@ -184,8 +189,7 @@ class KernelAccounts:
             finds: As for `take`.
         """
         if self._stats is not None:
-            self._add(self._stats.finish(), finds)
-            self._add(np.zeros(0, TASKSTATS_DTYPE), finds)  # there is no next time
+            self._add(self._stats.finish(), finds, is_last=True)
         interrupted = self._last_interrupted_ns - self._first_interrupted_ns
         last = self._last[self._have_begun(self._last)]
         threads = growth_of(self._first, last, start_ns, end_ns)
@@ -196,6 +200,8 @@ class KernelAccounts:
         first = delays[delays["kind"] == Told.FIRST]
         ended = np.concatenate(self._ended)
         ended = ended[ended["told"]["read_ns"] >= start_ns]
+        # Of one process, or of a number that comes again, the last counts.
+        ended = ended[np.argsort(ended["told"]["read_ns"], kind="stable")]
         return Growth(
             threads,
             max(interrupted, 0),

@@ -260,6 +260,29 @@ def test_what_ends_before_its_events_are_taken_in_is_accounted_the_next_time() -
     assert growth.ended_delays == (Delay(1, "blkio", 4, 40),)
 
 
+def test_of_a_process_the_end_of_its_last_thread_counts_however_late_it_is_known() -> None:
+    # GIVEN a main thread that ends first, and is known last
+    stats = _Stats(
+        _told(Told.PROCESS_ENDED, 10, 10, 50, 5, 2, 1_600, blkio=(1, 10)),
+        _told(Told.PROCESS_ENDED, 10, 11, 60, 6, 3, 1_700, blkio=(9, 90)),
+    )
+    accounts = KernelAccounts(stats)  # type: ignore[arg-type]
+    accounts.take(lambda pid, tid: (0, NO_THREAD) if tid == 10 else (0, 101))
+    growth = accounts.growth(1_000, 2_000, _numbers)
+    assert growth.ended_delays == (Delay(0, "blkio", 9, 90),)
+    assert growth.ended["thread"].tolist() == [100, 101]
+
+
+def test_what_is_no_targets_is_not_asked_for_again_for_long() -> None:
+    second = 1_000_000_000
+    ends = [_told(Told.THREAD_ENDED, 30, 30 + at, 1, 1, 1, at * second) for at in range(3)]
+    accounts = KernelAccounts(_Stats(*ends))  # type: ignore[arg-type]
+    accounts.take(_numbers)
+    asked: list[int] = []
+    accounts.growth(0, 9 * second, lambda _, tid: asked.append(tid))
+    assert asked == [32]
+
+
 def test_ends_beyond_what_is_kept_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_accounts, "_MOST_ENDED", 2)
     rows = [_told(Told.THREAD_ENDED, 10, 10 + at, 1, 1, 1, 1_500) for at in range(5)]
