@@ -21,11 +21,7 @@ from types import FrameType
 from typing import Any
 
 from aiflame.agent import __version__, priority, rights
-from aiflame.agent.allocator import (
-    give_back_freed_memory,
-    give_back_pages_of_files,
-    map_large_blocks,
-)
+from aiflame.agent.allocator import PagesOfFiles, give_back_freed_memory, map_large_blocks
 from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
 from aiflame.agent.devices.choice import AUTO, NONE, ChooseFamilies
 from aiflame.agent.errors import AiflameError, DiskFull, EnvironmentUnfit
@@ -361,6 +357,7 @@ class _Agent:
         self._windows_lost = 0
         self._left_out_paths: set[str] = set()
         self._memory = MemoryBudget(recorder, log)
+        self._pages = PagesOfFiles()
 
     def run(self) -> int:
         """Records until a signal; returns the exit code."""
@@ -577,12 +574,12 @@ class _Agent:
     def _look_at_itself(self) -> None:
         """Has less kept where all processes together have more than they may for long, or more."""
         self._vitals.note_cpu(sum(map(procfs.cpu_s, (os.getpid(), *procfs.begun()))))
-        give_back_pages_of_files()
         naming, limit = self._naming, self._config.agent.memory
         use = measure(None if naming is None else naming.pid, self._recorder.tables.kernel_bytes)
         self._vitals.note_memory(use, limit)
         if self._memory.look(use, limit) and naming is not None:
             naming.tell(less=True)
+        self._pages.give_back()
 
     def _take_new_config(self) -> None:
         self._manager.tell(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")

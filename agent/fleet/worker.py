@@ -25,11 +25,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from aiflame.agent.allocator import (
-    give_back_freed_memory,
-    give_back_pages_of_files,
-    map_large_blocks,
-)
+from aiflame.agent.allocator import PagesOfFiles, give_back_freed_memory, map_large_blocks
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError, DiskFull
 from aiflame.agent.fleet.config import AgentConfig, config_of
@@ -101,6 +97,7 @@ class _Worker:
         self._stretch: StretchNaming | None = None
         self._until_s: float | None = None
         self._left_out: LeftOut | None = None
+        self._pages = PagesOfFiles()
 
     def take(self, message: Mapping[str, Any]) -> None:
         """Does what a message says."""
@@ -249,7 +246,7 @@ class _Worker:
             database.unlink(missing_ok=True)
             gc.collect()  # what naming took: 9 MB of a host with 10,000 threads, every minute
             give_back_freed_memory()
-            give_back_pages_of_files()
+            self._pages.give_back()
         mark_done(folder)
         self._report(
             {

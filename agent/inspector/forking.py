@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from aiflame.agent.allocator import give_back_freed_memory, give_back_pages_of_files
+from aiflame.agent.allocator import PagesOfFiles, give_back_freed_memory
 from aiflame.agent.inspector.parser import Channel
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
@@ -193,7 +193,7 @@ def _freeze() -> None:
     """Has as little as can be of what there is written to, which forks share until then."""
     gc.collect()
     give_back_freed_memory()
-    give_back_pages_of_files()
+    PagesOfFiles().give_back()
     gc.freeze()
 
 
