@@ -13,7 +13,7 @@ import platform
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from aiflame.agent.fleet.cost import CostController
 from aiflame.agent.fleet.ending import END_S, end_in_time
 from aiflame.agent.fleet.health import HealthServer
 from aiflame.agent.fleet.host_checks import (
+    CgroupLayout,
     cgroup_layout,
     cgroup_namespace_note,
     require_host_pids,
@@ -46,7 +47,7 @@ from aiflame.agent.fleet.naming import PROGRAM as NAMING
 from aiflame.agent.fleet.naming import NamingProcess
 from aiflame.agent.fleet.notify import ServiceManager
 from aiflame.agent.fleet.prepared import PreparedHelpers
-from aiflame.agent.fleet.selection import groups_below
+from aiflame.agent.fleet.selection import known_groups
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.stretches import Stretch, Stretches
 from aiflame.agent.fleet.vitals import Vitals
@@ -209,7 +210,8 @@ def run_agent(
         foundation = parts.enter_context(Foundation(_for_programs(settings, target), server))
         signals = parts.enter_context(AgentSignals())
         end_in_time(signals, log)
-        steers = _steers(settings)
+        cgroups = _cgroups()
+        steers = _steers(settings, cgroups)
         recorder = parts.enter_context(
             Recorder(
                 target,
@@ -227,6 +229,7 @@ def run_agent(
                 libraries=() if prepared is None else prepared.files,
             )
         )
+        recorder.table.know_cgroups(cgroups)
         recorder.start(None, log.say)
         facts = _facts(recorder, settings, target, command_words)
         vitals = Vitals()
@@ -280,12 +283,20 @@ def _for_programs(settings: AgentSettings, target: Target) -> ProgramOptions:
     )
 
 
-def _steers(settings: AgentSettings) -> CostController | None:
+def _steers(settings: AgentSettings, cgroups: Collection[int]) -> CostController | None:
     """Returns who decides which waits have a stack; their time is exact in any case."""
     if not settings.off_cpu:
         return None
-    cgroups = [number for mount in cgroup2_mounts()[:1] for _, number in groups_below(mount)]
     return CostController(len(online_cpus()), settings.budget, cgroups=cgroups)
+
+
+def _cgroups() -> dict[int, str]:
+    """Returns the paths of the cgroups that are there, and tell whose processes are, by id."""
+    mount = next(iter(cgroup2_mounts()), None)
+    if mount is None:
+        return {}
+    groups = known_groups(mount, is_v1_beside=cgroup_layout() is not CgroupLayout.UNIFIED)
+    return {number: path for path, number in groups.items()}
 
 
 def _loading(settings: AgentSettings) -> Loading:

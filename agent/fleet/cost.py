@@ -13,10 +13,10 @@ of the time, down to a least share, and below that not at all. Launches and kern
 and paid before.
 
 What the agent's own processes take follows from too much to be foreseen: new processes, distinct
-stacks, names. Where all together is above the budget, short-lived processes are joined first, by
-cgroup and name. Where that is not enough, less is done of everything (`thrift`): twice as little
-each time that it was looked, up to a most, and more again once there is ample room. On-CPU samples
-are the last.
+stacks, names. Short-lived processes are joined, by cgroup and name, until it is known that there is
+room for each by itself, and where all together is above the budget. Where that is not enough, less
+is done of everything (`thrift`): twice as little each time that it was looked, up to a most, and
+more again once there is ample room. On-CPU samples are the last.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _MOST_THRIFT = 16
 # Before anything else that is left: how short-lived processes were called, of which there is no
 # sample. They are what makes busy hosts dear.
 _SHORT_LIVED_NS = _S
-# Each by itself again where that would take less than this of the budget.
+# Each by itself again where that would take less than this of the budget, once it was too much.
 _ROOM_FOR_DETAILS = 0.75
 # From here on fewer on-CPU samples: 19 Hz become 5. Few they are in any case, and worth the most.
 _THRIFT_OF_SAMPLES = 4
@@ -205,6 +205,7 @@ class CostController:
     _thrift: int = field(default=1, init=False)
     _joins: bool = field(default=True, init=False)
     _has_looked: bool = field(default=False, init=False)
+    _was_dear: bool = field(default=False, init=False)
     _looked_joined: int = field(default=0, init=False)
     _looked_ns: int = field(default=0, init=False)
     _looked_cost_ns: float = field(default=0.0, init=False)
@@ -221,7 +222,8 @@ class CostController:
         # quarter of a CPU while all that lives is entered, and holes of 10 MB would stay of it.
         self.chances = Chances(
             _FIRST_ONE_IN,
-            dict.fromkeys(sorted(cgroups)[:_MOST_CGROUPS], _FIRST_ONE_IN),
+            # Those that came last: ids count up.
+            dict.fromkeys(sorted(cgroups, reverse=True)[:_MOST_CGROUPS], _FIRST_ONE_IN),
             _SPACING_NS,
             details_after_ns=self._details_after_ns(),
         )
@@ -325,13 +327,17 @@ class CostController:
         of_details = self._looked_joined * self.prices.process / affordable_ns
         self._looked_ns, self._looked_cost_ns, self._looked_joined = 0, 0.0, 0
         is_start, self._has_looked = not self._has_looked, True
-        if share > 1 and (is_start or not self._joins):
+        if share > 1 and is_start:
+            return  # a start takes more than what comes after it
+        self._was_dear |= share > 1
+        room_for_details = _ROOM_FOR_DETAILS if self._was_dear else 1
+        if share > 1 and not self._joins:
             self._joins = True
         elif share > 1:
             self._thrift = min(2 * self._thrift, _MOST_THRIFT)
         elif share < _ROOM and self._thrift > 1:
             self._thrift //= 2
-        elif self._thrift == 1 and share + of_details < _ROOM_FOR_DETAILS:
+        elif self._thrift == 1 and share + of_details < room_for_details:
             self._joins = False
 
     def _note_cost(self, window_ns: int, budget_ns_per_s: float, is_told: bool) -> None:

@@ -174,11 +174,7 @@ def left_out(
     """
     if not (selection.include or selection.exclude):
         return set()
-    groups = {
-        path: number
-        for path, number in groups_below(mount)
-        if not is_v1_beside or identity_of(path).containers
-    }
+    groups = known_groups(mount, is_v1_beside=is_v1_beside)
     owners.expect(groups)
     return {found for path, found in groups.items() if selection.leaves_out(owners.of_group(path))}
 
@@ -198,12 +194,22 @@ def left_out_paths(paths: Iterable[str], selection: Selection, owners: Owners) -
     return {path for path in known if selection.leaves_out(owners.of_group(path))}
 
 
-def groups_below(mount: Path) -> Iterator[tuple[str, int]]:
-    """Yields the path and the id of each cgroup that holds processes, or may.
+def known_groups(mount: Path, *, is_v1_beside: bool = False) -> dict[str, int]:
+    """Returns the ids of the cgroups that tell whose processes in them are, by path.
 
     Args:
         mount: Of cgroup v2, as the host has it.
+        is_v1_beside: As of `left_out`.
     """
+    return {
+        path: number
+        for path, number in _groups(mount)
+        if not is_v1_beside or identity_of(path).containers
+    }
+
+
+def _groups(mount: Path) -> Iterator[tuple[str, int]]:
+    """Yields the path and the id of each cgroup that holds processes, or may."""
     waiting = [("/", str(mount), 0, "")]
     count = 0
     of_owners: Counter[str] = Counter()

@@ -195,7 +195,7 @@ class Vitals:
                 ),
                 (
                     "short_lived_joined",
-                    "Whether short-lived processes are joined, so that the budget is kept.",
+                    "Whether short-lived processes are joined: at a start, or to keep the budget.",
                     int(self._joins),
                 ),
                 (

@@ -13,7 +13,8 @@ import ctypes
 import os
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 from aiflame.agent.processes.targets import cgroup2_mounts
@@ -38,6 +39,10 @@ class CgroupIds:
     def __init__(self, mount: Path | None = None) -> None:
         self._mount = mount or next(iter(cgroup2_mounts()), None)
         self._known: OrderedDict[int, str] = OrderedDict()
+
+    def know(self, paths: Mapping[int, str]) -> None:
+        """Takes note of paths that somebody has seen, by id."""
+        self._known.update(islice(paths.items(), _MOST_KNOWN - len(self._known)))
 
     def path_of(self, cgroup_id: int) -> str:
         """Returns the path of a cgroup as /proc/PID/cgroup has it, "" where that is not known.

@@ -523,6 +523,10 @@ class ProcessTable:
             and all(self.binaries.has_open(line) for line in life.mapped.values())
         )
 
+    def know_cgroups(self, paths: dict[int, str]) -> None:
+        """Takes note of cgroups that are there, by id: they may be gone when somebody asks."""
+        self._cgroup_ids.know(paths)
+
     def cgroup_id_of(self, image: ProcessImage) -> int:
         """Returns the id of the cgroup that an image has the path of.
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from aiflame.agent.fleet.labels import Labeller, LabelOptions
-from aiflame.agent.fleet.selection import Selection, left_out
+from aiflame.agent.fleet.selection import Selection, known_groups, left_out
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.processes.cgroup_ids import CgroupIds
 from aiflame.agent.processes.container_names import EngineFacts
@@ -43,6 +43,19 @@ def test_a_cgroup_has_its_path_when_it_was_there_to_be_asked_for() -> None:
 def test_where_there_are_no_cgroups(tmp_path: Path) -> None:
     assert CgroupIds(tmp_path).path_of(1) == ""
     assert CgroupIds(tmp_path / "none").path_of(1) == ""
+
+
+def test_a_cgroup_that_somebody_has_seen_keeps_its_path() -> None:
+    (mount, *_) = cgroup2_mounts()
+    with made_groups(mount, f"{_NAME}/seen") as (group,):
+        number = group.stat().st_ino
+        paths = {number: path for path, number in known_groups(mount).items()}
+        assert paths[number] == f"/{_NAME}/seen"
+        # By v2 alone nobody knows whose it is where processes are grouped by v1 as well.
+        assert number not in known_groups(mount, is_v1_beside=True).values()
+    ids = CgroupIds()
+    ids.know(paths)
+    assert ids.path_of(number) == f"/{_NAME}/seen"
 
 
 class _Taker:

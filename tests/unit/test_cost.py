@@ -508,6 +508,14 @@ def test_short_lived_processes_are_joined_until_it_is_known_what_there_is() -> N
     assert (begun.details_after_ns, begun.thrift) == (_S, 1)
     # and where few processes come, each has its details.
     assert _joining(controller, 10, lambda _: 0.01, 4)[-1].details_after_ns == 0
+    # also where that takes nearly all of the budget,
+    controller = CostController(2)
+    chances = _joining(controller, 60, lambda c: 0.012 if c.details_after_ns else 0.022, 20)
+    assert all(each.details_after_ns == 0 for each in chances[8:])
+    # until they come again: from the first look on.
+    chances = _joining(controller, 8, lambda c: 0.01 if c.details_after_ns else 0.11, 200)
+    assert [each.thrift for each in chances] == [1] * 9
+    assert chances[-1].details_after_ns == _S
     # What a recording's programs take is no reason to join any.
     assert CostController(2, _PROGRAMS, cgroups=(5, 6)).first().details_after_ns == 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiflame.agent.errors import EnvironmentUnfit
+from aiflame.agent.fleet.worker import _kernel_symbols
 from aiflame.agent.symbols.kallsyms import KernelSymbols, KernelSymbolsHidden
 
 SAMPLE = """\
@@ -69,6 +70,17 @@ def test_nothing_outside_the_code(tmp_path: Path, is_on_disk: bool) -> None:
         0xFFFFFFFFFFFFFFFF,
     )
     assert look(symbols, *outside) == [None] * len(outside)
+
+
+def test_an_agent_has_them_in_memory_where_its_directory_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = load(tmp_path, SAMPLE)
+    monkeypatch.setattr(KernelSymbols, "load", lambda: found)
+    assert _kernel_symbols(tmp_path / "none") is found
+    on_disk = _kernel_symbols(tmp_path)
+    assert on_disk is not found
+    assert len(on_disk) == len(found)
 
 
 def test_hidden_addresses_are_an_error_with_the_cure(tmp_path: Path) -> None:
