@@ -36,7 +36,6 @@ from aiflame.agent.fleet.cost import CostController
 from aiflame.agent.fleet.ending import END_S, end_in_time
 from aiflame.agent.fleet.health import HealthServer
 from aiflame.agent.fleet.host_checks import (
-    CgroupLayout,
     cgroup_layout,
     cgroup_namespace_note,
     require_host_pids,
@@ -47,7 +46,7 @@ from aiflame.agent.fleet.naming import PROGRAM as NAMING
 from aiflame.agent.fleet.naming import NamingProcess
 from aiflame.agent.fleet.notify import ServiceManager
 from aiflame.agent.fleet.prepared import PreparedHelpers
-from aiflame.agent.fleet.selection import known_groups
+from aiflame.agent.fleet.selection import have_containers, known_groups
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.stretches import Stretch, Stretches
 from aiflame.agent.fleet.vitals import Vitals
@@ -59,7 +58,7 @@ from aiflame.agent.kernel.probes import online_cpus
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.window import Window
 from aiflame.agent.processes import procfs
-from aiflame.agent.processes.targets import Target, cgroup2_mounts, target_of_all
+from aiflame.agent.processes.targets import Target, cgroup1_mounts, cgroup2_mounts, target_of_all
 from aiflame.agent.recording.foundation import Foundation
 from aiflame.agent.recording.recorder import Progress, Recorder
 from aiflame.agent.recording.signals import StopSignals
@@ -295,7 +294,8 @@ def _cgroups() -> dict[int, str]:
     mount = next(iter(cgroup2_mounts()), None)
     if mount is None:
         return {}
-    groups = known_groups(mount, is_v1_beside=cgroup_layout() is not CgroupLayout.UNIFIED)
+    # Many hosts have v1 beside, by which nobody groups anything.
+    groups = known_groups(mount, is_v1_beside=have_containers(cgroup1_mounts()))
     return {number: path for path, number in groups.items()}
 
 

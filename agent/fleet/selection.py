@@ -208,6 +208,15 @@ def known_groups(mount: Path, *, is_v1_beside: bool = False) -> dict[str, int]:
     }
 
 
+def have_containers(mounts: Iterable[Path]) -> bool:
+    """Returns whether a container is grouped there.
+
+    Args:
+        mounts: Of hierarchies of v1.
+    """
+    return any(identity_of(path).containers for mount in mounts for path, _ in _groups(mount))
+
+
 def _groups(mount: Path) -> Iterator[tuple[str, int]]:
     """Yields the path and the id of each cgroup that holds processes, or may."""
     waiting = [("/", str(mount), 0, "")]

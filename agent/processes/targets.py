@@ -169,8 +169,17 @@ def _is_cgroup2(directory: Path) -> bool:
 
 def cgroup2_mounts() -> list[Path]:
     """Returns where cgroup v2 is mounted."""
+    return _mounts("cgroup2")
+
+
+def cgroup1_mounts() -> list[Path]:
+    """Returns where hierarchies of cgroup v1 are mounted."""
+    return _mounts("cgroup")
+
+
+def _mounts(kind: str) -> list[Path]:
     mounts = [line.split(" ") for line in procfs.read_lines("/proc/self/mounts", 1 << 20)]
-    return [Path(fields[1]) for fields in mounts if fields[2:3] == ["cgroup2"]]
+    return [Path(fields[1]) for fields in mounts if fields[2:3] == [kind]]
 
 
 def target_of_all() -> Target:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from aiflame.agent.fleet.labels import Labeller, LabelOptions
-from aiflame.agent.fleet.selection import Selection, known_groups, left_out
+from aiflame.agent.fleet.selection import Selection, have_containers, known_groups, left_out
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.processes.cgroup_ids import CgroupIds
 from aiflame.agent.processes.container_names import EngineFacts
@@ -53,6 +53,9 @@ def test_a_cgroup_that_somebody_has_seen_keeps_its_path() -> None:
         assert paths[number] == f"/{_NAME}/seen"
         # By v2 alone nobody knows whose it is where processes are grouped by v1 as well.
         assert number not in known_groups(mount, is_v1_beside=True).values()
+        assert not have_containers([mount / _NAME])
+    with made_groups(mount, f"{_NAME}/{_SCOPE}"):
+        assert have_containers([mount / "none", mount / _NAME])
     ids = CgroupIds()
     ids.know(paths)
     assert ids.path_of(number) == f"/{_NAME}/seen"
