@@ -55,7 +55,7 @@ def give_back_freed_memory() -> None:
 
 
 class PagesOfFiles:
-    """Unmaps pages that are in files as well; what is needed comes again, 64 KB at a time.
+    """Unmaps clean pages of libraries; the kernel maps those that are used again, 64 KB at a time.
 
     To load a library reads most of it, numpy's and OpenSSL's 12 MB, of which a recording needs 3.
     """
@@ -64,10 +64,10 @@ class PagesOfFiles:
         self._seen = {*_clean_mappings(kernelfs.lines(_SMAPS))}
 
     def give_back(self) -> None:
-        """Does so; takes 5 ms.
+        """Unmaps the pages of all libraries; takes 5 ms.
 
-        Only of what was there the time before as well: what another thread is loading just now is
-        written to in a moment.
+        A mapping that was not there at the last call stays: another thread may be loading that
+        library, and the loader writes to it in a moment.
         """
         found = {*_clean_mappings(kernelfs.lines(_SMAPS))}
         for begin, end in self._seen & found:

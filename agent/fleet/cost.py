@@ -205,7 +205,7 @@ class CostController:
     _thrift: int = field(default=1, init=False)
     _joins: bool = field(default=True, init=False)
     _has_looked: bool = field(default=False, init=False)
-    _was_dear: bool = field(default=False, init=False)
+    _has_exceeded: bool = field(default=False, init=False)
     _looked_joined: int = field(default=0, init=False)
     _looked_ns: int = field(default=0, init=False)
     _looked_cost_ns: float = field(default=0.0, init=False)
@@ -329,8 +329,8 @@ class CostController:
         is_start, self._has_looked = not self._has_looked, True
         if share > 1 and is_start:
             return  # a start takes more than what comes after it
-        self._was_dear |= share > 1
-        room_for_details = _ROOM_FOR_DETAILS if self._was_dear else 1
+        self._has_exceeded |= share > 1
+        room_for_details = _ROOM_FOR_DETAILS if self._has_exceeded else 1
         if share > 1 and not self._joins:
             self._joins = True
         elif share > 1:
