@@ -363,10 +363,12 @@ def test_kernel_frames_without_an_address_are_counted(
     expected: list[int],
     lost: int,
 ) -> None:
-    texts = {"stack": stack, "wchan": wait_channel, "kallsyms": _KALLSYMS}
+    texts = {"stack": stack, "wchan": wait_channel}
     monkeypatch.setattr(
         kernelfs, "read_text", lambda path, *_: texts.get(path.rpartition("/")[2], "")
     )
+    listed = _KALLSYMS.encode().splitlines(keepends=True)
+    monkeypatch.setattr(kernelfs, "lines", lambda path: iter(listed))
     monkeypatch.setattr(procfs, "thread_ids", lambda pid: [waiting_tid])
     stat = procfs.ThreadStat("S", 1)
     monkeypatch.setattr(procfs, "thread_stat", lambda pid, tid: stat)
