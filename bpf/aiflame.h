@@ -229,7 +229,8 @@ enum setting {
 	SETTING_SAMPLES_ONE_IN = 16,
 	/*
 	 * With HOST_BY_CHANCE: until it is so old, a process of a cgroup that is in `chances` is announced
-	 * at an on-CPU sample alone, and its waits take no stack; 0: at any time.
+	 * at an on-CPU sample alone, its waits take no stack, and its threads' ends are added to those of
+	 * others; 0: at any time. LONG_WAIT_NS or less.
 	 */
 	SETTING_DETAILS_AFTER_NS = 17,
 	/* Of waits that SETTING_WAIT_EVENT_NS has sent, shorter ones are counted alone; 0: none. */
@@ -292,11 +293,30 @@ struct crossing {
 /*
  * All intervals by chance of a thread since it is known, chosen or not, by enum sample_class. It has
  * two of these, as there are two maps of sums: programs write one while the host half reads the
- * other.
+ * other. In place of CLASS_ON_CPU, which is none of them, its wait to run for the first time: that
+ * is exact, and a sum of its own would be most of a host's rows that starts programs all the time.
  */
 struct chance_total {
 	u64 ns[4];
 	u32 count[4];
+};
+
+#define TOTAL_NOT_RUN CLASS_ON_CPU
+
+/* Images of processes that are told of together. */
+struct short_lived_key {
+	u64 cgroup_id;
+	u32 parent_tgid;
+	u32 unused;
+	char comm[16]; /* empty where it has become another program */
+};
+
+/* What their threads had of one window, in which they were made and have ended. */
+struct short_lived_total {
+	u64 images; /* whose first thread has ended, by exit or exec */
+	u64 on_cpu_ns;
+	u64 observed_ns;
+	struct chance_total by_chance;
 };
 
 struct thread_state {

@@ -8,6 +8,13 @@
  */
 #include "offcpu.bpf.c"
 
+/*
+ * Two of them, as of sums. The first end of each key goes through the ring, so that the host half
+ * hears of its parent and cgroup while they are there; so does what finds no room.
+ */
+BPF_TABLE("hash", struct short_lived_key, struct short_lived_total, short_lived0, SIZED_BY_HOST);
+BPF_TABLE("hash", struct short_lived_key, struct short_lived_total, short_lived1, SIZED_BY_HOST);
+
 /* A child has its parent's interpreter at the same addresses, until it calls exec. */
 static __always_inline void inherit_python(u32 parent_tgid, u64 parent_image, u32 tgid, u64 image)
 {
@@ -76,9 +83,62 @@ int on_fork(struct raw_tracepoint *ctx)
 	return 0;
 }
 
+static __always_inline struct short_lived_total *short_lived_of(struct short_lived_key *key,
+								u64 boundary_ns)
+{
+	if (writes_second(boundary_ns))
+		return short_lived1.lookup(key);
+	return short_lived0.lookup(key);
+}
+
+/*
+ * Adds the time of a thread that ends to that of others, and returns true; or returns false, as the
+ * host half is to be told of it by itself. It is added if the host half was told nothing of its
+ * process, which is short-lived, and nothing of the process is in a window before. Then nothing of
+ * the thread is in a sum either: none of its waits can have been long (LONG_WAIT_NS).
+ *
+ * A program that is kept from its CPU past the end of its window adds to the next but one.
+ */
+static __always_inline bool join(struct thread_state *thread, struct process_state *process,
+				 void *task, u32 tid, bool has_name, u64 now_ns, u64 boundary_ns)
+{
+	struct short_lived_total none = {}, *total;
+	struct short_lived_key key = {};
+
+	if (!host(BY_CHANCE) || process->image < boundary_ns || thread->image != process->image ||
+	    thread->first_seen_ns < boundary_ns || process->flags & PROCESS_SEEN ||
+	    is_told_of(process, now_ns))
+		return false;
+	key.cgroup_id = host(HAS_CGROUP_ID) ? bpf_get_current_cgroup_id() : 0;
+	key.parent_tgid = task_parent_tgid(task);
+	if (has_name)
+		task_process_name(task, key.comm, sizeof(key.comm));
+	total = short_lived_of(&key, boundary_ns);
+	if (!total) {
+		if (writes_second(boundary_ns))
+			short_lived1.insert(&key, &none);
+		else
+			short_lived0.insert(&key, &none);
+		return false;
+	}
+	__sync_fetch_and_add(&total->images, tid == thread->tgid);
+	__sync_fetch_and_add(&total->on_cpu_ns, thread->on_cpu_ns);
+	__sync_fetch_and_add(&total->observed_ns, now_ns - thread->first_seen_ns);
+	/* Both: it may have begun before it was known that the window has. */
+	for (u32 class = 0; class < 4; class++) {
+		__sync_fetch_and_add(&total->by_chance.ns[class],
+				     thread->by_chance[0].ns[class] +
+					     thread->by_chance[1].ns[class]);
+		__sync_fetch_and_add(&total->by_chance.count[class],
+				     thread->by_chance[0].count[class] +
+					     thread->by_chance[1].count[class]);
+	}
+	return true;
+}
+
 /* Reports a thread of an image that ends for it, by exit or by exec. */
-static __always_inline void end_thread(struct thread_state *thread, void *task, u32 tid,
-				       bool is_exit, u64 now_ns)
+static __always_inline void end_thread(struct thread_state *thread, struct process_state *process,
+				       void *task, u32 tid, bool is_exit, u64 now_ns)
 {
 	u64 boundary_ns = boundary_at(now_ns);
 
@@ -88,7 +148,9 @@ static __always_inline void end_thread(struct thread_state *thread, void *task, 
 	note_crossing(thread, boundary_ns);
 	if (thread->switched_ns)
 		thread->on_cpu_ns += now_ns - thread->switched_ns;
-	send_end(thread, task, tid, is_exit, now_ns); /* an exec has renamed it already */
+	/* An exec has renamed it already. */
+	if (!process || !join(thread, process, task, tid, is_exit, now_ns, boundary_ns))
+		send_end(thread, task, tid, is_exit, now_ns);
 	threads.delete(KEY(tid));
 }
 
@@ -169,7 +231,7 @@ int on_exec(struct raw_tracepoint *ctx)
 	struct thread_state *thread = threads.lookup(KEY(old_tid));
 
 	if (thread && is_recorded(now_ns))
-		end_thread(thread, task, old_tid, false, now_ns);
+		end_thread(thread, process, task, old_tid, false, now_ns);
 	/* No call of the old image returns. */
 	forget_caller(old_tid);
 	forget_caller(tgid);
@@ -215,7 +277,7 @@ int on_exit(struct raw_tracepoint *ctx)
 
 	/* Once stopped, the host half closes the intervals of all that are there. */
 	if (thread && is_recorded(now_ns))
-		end_thread(thread, current_task(), tid, true, now_ns);
+		end_thread(thread, process, current_task(), tid, true, now_ns);
 	forget_caller(tid);
 	if (!process || !process_is_dead(current_task()))
 		return 0;

@@ -116,6 +116,15 @@ static __always_inline void charge(struct thread_state *thread, struct sum_key *
 				   u64 ns, u64 boundary_ns)
 {
 	key->sample_class = class;
+	if (host(BY_CHANCE) && key->stack == NOT_RUN_STACK) {
+		struct chance_total *total = &AT(thread->by_chance, boundary_ns & 1);
+
+		total->ns[TOTAL_NOT_RUN] += ns;
+		total->count[TOTAL_NOT_RUN] += 1;
+		/* Else the compiler makes one of this and of what follows, with an index. */
+		asm volatile("");
+		return;
+	}
 	if (host(BY_CHANCE) && key->weight != WEIGHT_EXACT) {
 		struct chance_total *total = &AT(thread->by_chance, boundary_ns & 1);
 

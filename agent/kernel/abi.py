@@ -223,8 +223,20 @@ CROSSING_DTYPE = np.dtype(
         ("weight", "<u4"),
     ]
 )
-# By SampleClass, of which on-CPU is none.
+# By SampleClass; in place of on-CPU, waits to run for the first time.
 CHANCE_TOTAL_DTYPE = np.dtype([("ns", "<u8", (4,)), ("count", "<u4", (4,))])
+TOTAL_NOT_RUN = 0
+SHORT_LIVED_KEY_DTYPE = np.dtype(
+    [("cgroup_id", "<u8"), ("parent_tgid", "<u4"), ("unused", "<u4"), ("comm", "S16")]
+)
+SHORT_LIVED_TOTAL_DTYPE = np.dtype(
+    [
+        ("images", "<u8"),
+        ("on_cpu_ns", "<u8"),
+        ("observed_ns", "<u8"),
+        ("by_chance", CHANCE_TOTAL_DTYPE),
+    ]
+)
 THREAD_STATE_DTYPE = np.dtype(
     [
         ("started_ns", "<u8"),

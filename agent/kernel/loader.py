@@ -45,6 +45,9 @@ _QUEUES_MAX = 4096
 _TIMED_PROCESSES_MAX = 1024
 # Cgroups with chances of their own: past it, the default is theirs. More than pods of a host.
 _CGROUPS_MAX = 4096
+# Cgroups, parents and names of short-lived processes in a window: where each has another parent,
+# those that find no room are told of by themselves.
+_SHORT_LIVED_MAX = 2048
 # Threads in a long wait that chance did not choose: as many as threads are followed.
 _SWEPT_MAX = 65536
 BCC_HINT = "apt-get install python3-bpfcc  (Fedora: dnf install python3-bcc)"
@@ -147,6 +150,10 @@ class Programs:
         self.sums = tuple(
             Map(map_fds[name], abi.SUM_KEY_DTYPE, abi.SUM_VALUE_DTYPE, options.sums_max)
             for name in ("sums0", "sums1")
+        )
+        self.short_lived = tuple(
+            known(name, abi.SHORT_LIVED_KEY_DTYPE, abi.SHORT_LIVED_TOTAL_DTYPE, _SHORT_LIVED_MAX)
+            for name in ("short_lived0", "short_lived1")
         )
         self.calls = tuple(
             Map(map_fds[name], abi.CALL_KEY_DTYPE, abi.CALL_VALUE_DTYPE, options.calls_max)
@@ -408,7 +415,12 @@ def map_entries(options: ProgramOptions) -> dict[str, int]:
         "queues": _QUEUES_MAX,
         "timed_processes": _TIMED_PROCESSES_MAX,
     }
-    of_chances = {"chances": _CGROUPS_MAX, "swept_stacks": _SWEPT_MAX}
+    of_chances = {
+        "chances": _CGROUPS_MAX,
+        "short_lived0": _SHORT_LIVED_MAX,
+        "short_lived1": _SHORT_LIVED_MAX,
+        "swept_stacks": _SWEPT_MAX,
+    }
     return {
         "stacks": options.stacks_max,
         "sums0": options.sums_max,

@@ -74,6 +74,8 @@ MAPS = (
     "call_walkers",
     "kernel_names",
     "chances",
+    "short_lived0",
+    "short_lived1",
     "swept_stacks",
     "swept_threads",
 )

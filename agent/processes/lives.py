@@ -35,7 +35,8 @@ from intervaltree import IntervalTree
 # The kernel has room for what 500 processes a second, all on one CPU, do in half a second.
 _KEEP_UP_NS = 100_000_000
 # Those that have ended, and that a sample may still come of: four seconds at 500 a second. The
-# table of processes asks within a second of most of them.
+# table of processes asks within a second of most of them; of the parent of those that are joined,
+# when the first of them ends.
 _MAX_ENDED = 2048
 # Of one pid: a script is one exec or two, and a sample of what was before them may still come.
 _MAX_LIVES = 16

@@ -281,8 +281,9 @@ class ProcessTable:
         self._current_since: dict[int, int] = {}
         self.joined = 0
         self._joined: dict[str, dict[str, ProcessImage]] = {}  # by cgroup and name
-        # In the open window, by id of the cgroup, parent and name.
+        # In the open window and the one before, by id of the cgroup, parent and name.
         self._joined_now: dict[tuple[int, int, str], ProcessImage] = {}
+        self._joined_before: dict[tuple[int, int, str], ProcessImage] = {}
         # What stands for each joined image, of the open window and the one before: there may be
         # sums of it in the window after its end.
         self._stand_ins: dict[int, ProcessImage] = {}
@@ -405,18 +406,43 @@ class ProcessTable:
 
         Args: as for `seen`.
         """
-        called = (cgroup_id, parent_pid, name)
-        stands = self._joined_now.get(called)
-        if stands is None:
-            stands = self._joined_now[called] = self._stand_in(pid, image, *called)
+        stands = self._joined_to(image, cgroup_id, parent_pid, name)
         self._stand_ins[image << _PID_BITS | pid] = stands
         self.joined += 1
 
-    def _stand_in(
-        self, pid: int, image: int, cgroup_id: int, parent_pid: int, name: str
-    ) -> ProcessImage:
+    def name_told(self, pid: int, image: int) -> str:
+        """Returns what the kernel told that an image is called, "" where it did not."""
+        return _name_of(self._lives.find(pid, image))
+
+    def join_all(
+        self, images: int, ns: int, parent_pid: int, name: str, cgroup_id: int
+    ) -> ThreadInfo:
+        """Joins so many images at once of which nothing else is known; returns their thread.
+
+        Their parent may be gone by now, and their cgroup. One of them was joined at its end, but
+        for chance.
+
+        Args:
+            images: How many.
+            ns: When they were over at the latest, monotonic.
+            parent_pid, name, cgroup_id: as for `seen`.
+        """
+        self.joined += images
+        return self.thread(self._joined_to(ns, cgroup_id, parent_pid, name), 0)
+
+    def _joined_to(self, ns: int, cgroup_id: int, parent_pid: int, name: str) -> ProcessImage:
+        """Returns what stands for short-lived images of a parent that it has, or had, at a time."""
+        called = (cgroup_id, parent_pid, name)
+        stands = self._joined_now.get(called)
+        if stands is None:
+            # What is told at the beginning of a window comes while that before is being closed.
+            stands = self._joined_before.get(called) or self._stand_in(ns, *called)
+            self._joined_now[called] = stands
+        return stands
+
+    def _stand_in(self, ns: int, cgroup_id: int, parent_pid: int, name: str) -> ProcessImage:
         """Returns what stands for short-lived images of a cgroup and a name."""
-        ancestor = self._ancestor(ProcessImage(-1, pid, image, image, parent_pid))
+        ancestor = self._ancestor(ProcessImage(-1, 0, ns, ns, parent_pid))
         inherited = "" if ancestor is None else ancestor.cgroup
         cgroup = self._likely_cgroup(inherited, cgroup_id)
         known = self._joined.setdefault(cgroup, {})
@@ -426,7 +452,10 @@ class ProcessTable:
             name = _OTHERS
         stands = known.get(name)
         if stands is None:
-            stands = known[name] = ProcessImage(self._next_image, 0, 0, max(image, self.start_ns))
+            # A pid that nobody has, and a number of its own: so it is known as others are.
+            number = self._next_image
+            stands = ProcessImage(number, 0, number, max(ns, self.start_ns))
+            known[name] = self._by_key[(0, number)] = stands
             self._next_image += 1
             stands.is_joined = stands.is_over = True
             stands.name, stands.cgroup, stands.cgroup_id = name, cgroup, cgroup_id
@@ -438,7 +467,7 @@ class ProcessTable:
     def _end_joined(self) -> None:
         """Has those be over that stood for nobody in the window that was closed."""
         used = {stands.index for stands in self._joined_now.values()}
-        self._joined_now.clear()
+        self._joined_before, self._joined_now = self._joined_now, {}
         for cgroup, known in [*self._joined.items()]:
             for name in [name for name, stands in known.items() if stands.index not in used]:
                 self._ended.append(known.pop(name))

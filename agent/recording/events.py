@@ -138,6 +138,8 @@ class Events:
         self._thread_times.end(event)
         image = table.known(tgid, number)
         if image is None and ns - number < self.details_after_ns:
+            if tid != tgid:
+                name = table.name_told(tgid, number) or name
             table.join(tgid, number, parent_tgid, name, cgroup_id)
             return
         if image is None:

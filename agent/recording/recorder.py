@@ -783,6 +783,9 @@ class Recorder:
         threads = self._threads_past(keys, is_last) if self._options.off_cpu else None
         if threads is not None:
             self._long_waits.close(threads.tids, threads.states)
+            for which in (0, 1) if is_last else (written,):
+                joined = self._programs.short_lived[which].take_all()
+                self.thread_times.join(boundary_ns, *joined)
             keys, values = self._cut_sleeps.close(
                 boundary_ns, threads.tids, threads.states, keys, values, is_last=is_last
             )
@@ -872,7 +875,7 @@ class Recorder:
         self._switches_unseen += charged.unseen if is_last else 0
         if is_last:
             # Nobody will see them end.
-            charged.values["count"] = 1
+            charged.values["count"] = np.maximum(charged.values["count"], 1)
             for tid, state in zip(tids.tolist(), states, strict=True):
                 self._end_wait(tid, state, boundary_ns)
             for pid, tid in self.sleepers.missed():

@@ -51,7 +51,8 @@ class Charged:
 
     Attributes:
         keys, values: Time off the CPU, as the kernel's sums have it; of an interval by chance with
-            its weight, WEIGHT_NOT_CHOSEN where it has no stack.
+            its weight, WEIGHT_NOT_CHOSEN where it has no stack. Where stacks are taken by chance,
+            also waits to run for the first time that have ended.
         unseen: Threads that went off the CPU in a way that the kernel hides.
         totals: Intervals by chance that have ended, chosen or not, by thread and kind: keys and
             values of sums.
@@ -84,6 +85,7 @@ class ThreadTimes:
         self._known: Array = np.zeros(0, _KNOWN_DTYPE)  # in the order of tids
         self._ends = bytearray()  # THREAD_EVENT_DTYPE, one after the other
         self._totals: list[Part] = []
+        self._not_run: list[Part] = []
 
     def start(self, boundary_ns: int) -> None:
         """Begins the first window, at a monotonic time."""
@@ -92,6 +94,31 @@ class ThreadTimes:
     def end(self, event: bytes) -> None:
         """Takes note that a thread has ended, by its THREAD_EVENT_DTYPE."""
         self._ends += event
+
+    def join(self, boundary_ns: int, keys: Array, totals: Array) -> None:
+        """Takes in what short-lived processes had in the window that is open.
+
+        Args:
+            boundary_ns: Where it ends, monotonic.
+            keys: Of which cgroups, parents and names they were, SHORT_LIVED_KEY_DTYPE.
+            totals: What their threads had, SHORT_LIVED_TOTAL_DTYPE.
+        """
+        each = (keys[name].tolist() for name in ("parent_tgid", "comm", "cgroup_id"))
+        threads = [
+            self._table.join_all(
+                images, boundary_ns, parent, name.decode(errors="replace"), cgroup_id
+            )
+            for images, parent, name, cgroup_id in zip(
+                totals["images"].tolist(), *each, strict=True
+            )
+        ]
+        rows = np.zeros(len(threads), COLUMNS["thread_times"].dtype)
+        rows["thread"] = [thread.index for thread in threads]
+        rows["on_cpu_ns"], rows["observed_ns"] = totals["on_cpu_ns"], totals["observed_ns"]
+        self._window.add("thread_times", rows)
+        nobody = np.zeros(len(threads), np.uint32)
+        images = np.array([thread.image.image for thread in threads], np.uint64)
+        self._add_totals(nobody, nobody, images, totals["by_chance"])
 
     def _ended(self) -> Array:
         """Returns the ends that no window has told of, THREAD_EVENT_DTYPE."""
@@ -129,7 +156,6 @@ class ThreadTimes:
             written: Which of the two totals by chance programs wrote until then.
             is_last: The recording ends there: the other one is taken as well.
         """
-        self._totals = []
         ended = self._ended()
         is_over = ended["ns"] < boundary_ns
         since_entered = self._end_before(ended[is_over])
@@ -150,16 +176,10 @@ class ThreadTimes:
         charged = self._charge(boundary_ns, tids[is_there], states[is_there], running, slots)
         self._boundary_ns = boundary_ns
         self._ends = bytearray(late.tobytes())
-        parts = [*since_entered, *charged.parts]
-        return Charged(
-            np.concatenate([keys for keys, _ in parts]),
-            np.concatenate([values for _, values in parts]),
-            charged.unseen,
-            (
-                np.concatenate([np.zeros(0, abi.SUM_KEY_DTYPE), *(k for k, _ in self._totals)]),
-                np.concatenate([np.zeros(0, abi.SUM_VALUE_DTYPE), *(v for _, v in self._totals)]),
-            ),
-        )
+        keys, values = _concatenated([*since_entered, *charged.parts, *self._not_run])
+        totals = _concatenated(self._totals)
+        self._not_run, self._totals = [], []
+        return Charged(keys, values, charged.unseen, totals)
 
     def _total(
         self, tids: Array, rows: Array, at: I64, is_same: Bools, slots: tuple[int, ...]
@@ -178,18 +198,28 @@ class ThreadTimes:
         told = before.copy()
         for slot in slots:
             told[:, slot] = rows["by_chance"][:, slot]
-            more_ns = told["ns"][:, slot] - before["ns"][:, slot]
-            more = told["count"][:, slot] - before["count"][:, slot]
-            # Programs may have been between the two when they were read.
-            which, kind = np.nonzero((more_ns > 0) | (more > 0))
-            keys = np.zeros(len(which), abi.SUM_KEY_DTYPE)
-            keys["stack"], keys["weight"] = abi.NOT_SAMPLED_STACK, abi.WEIGHT_NOT_CHOSEN
-            keys["tid"], keys["sample_class"] = tids[which], kind
-            keys["image"], keys["tgid"] = rows["image"][which], rows["tgid"][which]
-            values = np.zeros(len(which), abi.SUM_VALUE_DTYPE)
-            values["ns"], values["count"] = more_ns[which, kind], more[which, kind]
-            self._totals.append((keys, values))
+            more = np.zeros(len(rows), abi.CHANCE_TOTAL_DTYPE)
+            for name in ("ns", "count"):
+                more[name] = told[name][:, slot] - before[name][:, slot]
+            self._add_totals(tids, rows["tgid"], rows["image"], more)
         return told
+
+    def _add_totals(self, tids: Array, tgids: Array, images: Array, more: Array) -> None:
+        """Takes what threads have more in their totals, CHANCE_TOTAL_DTYPE."""
+        # Programs may have been between the two when they were read.
+        which, kind = np.nonzero((more["ns"] > 0) | (more["count"] > 0))
+        keys = np.zeros(len(which), abi.SUM_KEY_DTYPE)
+        keys["stack"], keys["weight"] = abi.NOT_SAMPLED_STACK, abi.WEIGHT_NOT_CHOSEN
+        keys["tid"], keys["sample_class"] = tids[which], kind
+        keys["image"], keys["tgid"] = images[which], tgids[which]
+        values = np.zeros(len(which), abi.SUM_VALUE_DTYPE)
+        values["ns"], values["count"] = more["ns"][which, kind], more["count"][which, kind]
+        is_first = kind == abi.TOTAL_NOT_RUN
+        self._totals.append((keys[~is_first], values[~is_first]))
+        first = keys[is_first]
+        first["stack"], first["weight"] = abi.NOT_RUN_STACK, abi.WEIGHT_EXACT
+        first["sample_class"] = SampleClass.WAITING_TO_RUN
+        self._not_run.append((first, values[is_first]))
 
     def _end_before(self, ended: Array) -> list[Part]:
         """Takes in threads that have ended; returns what is to be charged for them."""
@@ -340,6 +370,13 @@ class ThreadTimes:
         threads[is_new] = [thread.index for thread in entered]
         processes[is_new] = [thread.image.index for thread in entered]
         return threads, processes
+
+
+def _concatenated(parts: list[Part]) -> Part:
+    return (
+        np.concatenate([np.zeros(0, abi.SUM_KEY_DTYPE), *(keys for keys, _ in parts)]),
+        np.concatenate([np.zeros(0, abi.SUM_VALUE_DTYPE), *(values for _, values in parts)]),
+    )
 
 
 def _interval_of(states: Array) -> Array:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,33 @@ def _usage_ns(group: Path) -> int:
     """Returns the CPU time of all that were in a cgroup, by the kernel's own account."""
     lines = (group / "cpu.stat").read_text().splitlines()
     return next(int(line.split()[1]) * 1000 for line in lines if line.startswith("usage_usec"))
+
+
+def test_threads_of_a_short_lived_program_are_told_of_by_its_name(
+    workload: Callable[..., Path],
+) -> None:
+    mount = next(iter(cgroup2_mounts()))
+    with made_groups(mount, f"{_NAME}/threads") as (group,):
+        # GIVEN a hundred programs of four threads, which have names of their own
+        command = [sys.executable, str(_RECORDER), str(mount / _NAME), str(group)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as recorder:
+            assert recorder.stdout is not None
+            assert recorder.stdout.readline() == "attached\n"
+            program = workload("shortthreads")
+            words = ["bash", "-c", _LOOP, "bash", group, str(_PROGRAMS), program, ""]
+            subprocess.run(words, check=True, timeout=_PATIENCE_S)
+            recorder.send_signal(signal.SIGINT)
+            found = json.loads(recorder.communicate(timeout=_PATIENCE_S)[0])
+    times = found["times"]["threads"]
+    # THEN their threads are theirs,
+    assert not any(name.startswith("worker") for name in times)
+    # all of them,
+    assert times[program.name]["off_ns"] > _PROGRAMS * 5 * 1_000_000
+    whole_ns = times[program.name]["on_cpu_ns"] + times[program.name]["off_ns"]
+    assert whole_ns == pytest.approx(times[program.name]["observed_ns"], rel=0.01)
+    # and each program counts once, and what it was before its exec.
+    joined = found["losses"]["short_lived_joined"]
+    assert 1.5 * _PROGRAMS < joined < 2.2 * _PROGRAMS
 
 
 def test_short_lived_programs_are_joined_with_exact_times_and_right_cgroups() -> None:

@@ -295,6 +295,25 @@ def test_short_lived_processes_are_one_by_cgroup_and_name(table: ProcessTable) -
     assert table.images == {0: cc, 1: ld}
 
 
+def test_those_that_were_joined_before_anybody_heard_of_them_are_one_with_others(
+    table: ProcessTable,
+) -> None:
+    table.join(100, 2_100, 1, "cc", 0)
+    thread = table.join_all(30, 3_000, 1, "cc", 0)
+    # THEN they are known as others are, by numbers that nobody else has,
+    assert thread.image is table.image(100, 2_100)
+    stands = thread.image
+    assert table.known(stands.pid, stands.image) is stands
+    assert table.thread(stands, 0) is thread
+    assert table.joined == 31
+    # until there are none of them any more.
+    for _ in range(2):
+        ended, _ = table.take_ended()
+    assert ended == [stands]
+    table.forget(ended, ())
+    assert table.known(stands.pid, stands.image) is None
+
+
 def test_who_stands_for_others_is_forgotten_when_there_are_none(table: ProcessTable) -> None:
     table.join(100, 2_000, 1, "cc", 0)
     first = table.image(100, 2_000)

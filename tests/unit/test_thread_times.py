@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from aiflame.agent.kernel import abi
-from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import NONE, Window, check, check_wall, rows_of
 from aiflame.agent.processes.table import ProcessTable
+from aiflame.agent.recording.chance import share_out
 from aiflame.agent.recording.samples import Samples
 from aiflame.agent.recording.thread_times import ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
@@ -253,6 +254,52 @@ def test_a_state_that_was_made_anew_has_told_nothing() -> None:
     # THEN its waits are those since, and not some that are less than none
     assert keys["sample_class"].tolist() == [SampleClass.PREEMPTED]
     assert (values["ns"].tolist(), values["count"].tolist()) == ([20], [1])
+
+
+def test_waits_to_run_for_the_first_time_are_told_where_stacks_are_by_chance() -> None:
+    # GIVEN a thread that waited for a CPU for 300 ns when it was made, and ran since
+    recorder = _Recorder()
+    state = _state(first_seen_ns=_START_NS + 200, switched_ns=500)
+    state["by_chance"]["ns"][0, abi.TOTAL_NOT_RUN] = 300
+    state["by_chance"]["count"][0, abi.TOTAL_NOT_RUN] = 1
+    window = recorder.close(1000, state, running=True)
+    # THEN that is a wait like others, and told once.
+    assert recorder.spent(window) == {"WAITING_TO_RUN": 300, "ON_CPU": 500, "observed": 800}
+    (row,) = window.samples
+    (stack,) = window.stacks[window.stacks["stack"] == row["stack"]]
+    assert (row["count"], stack["stop_reason"]) == (1, StopReason.NOT_RUN_YET)
+    window = recorder.close(2000, state, running=True)
+    assert recorder.spent(window) == {"ON_CPU": 1000, "observed": 1000}
+
+
+def test_short_lived_processes_that_were_joined_have_all_of_their_time() -> None:
+    recorder = _Recorder()
+    # GIVEN twenty processes that ran for 30 ns each, waited to run for 10 and slept for 60
+    keys = np.zeros(1, abi.SHORT_LIVED_KEY_DTYPE)
+    keys["parent_tgid"], keys["comm"] = _PID, b"true"
+    totals = np.zeros(1, abi.SHORT_LIVED_TOTAL_DTYPE)
+    totals["images"], totals["on_cpu_ns"], totals["observed_ns"] = 20, 600, 2000
+    by_chance = totals["by_chance"]
+    by_chance["ns"][0, [abi.TOTAL_NOT_RUN, SampleClass.BLOCKED]] = 200, 1200
+    by_chance["count"][0, [abi.TOTAL_NOT_RUN, SampleClass.BLOCKED]] = 20, 25
+    recorder.times.join(_START_NS + 1000, keys, totals)
+    nobody = np.zeros(0, np.uint32), np.zeros(0, abi.THREAD_STATE_DTYPE)
+    charged = recorder.times.close(_START_NS + 1000, *nobody, set())
+    # THEN their first waits are exact, and others by chance,
+    assert charged.keys["sample_class"].tolist() == [SampleClass.WAITING_TO_RUN]
+    assert charged.values.tolist() == [(20, 200)]
+    kinds, values = charged.totals[0]["sample_class"], charged.totals[1]
+    assert (kinds.tolist(), values.tolist()) == ([SampleClass.BLOCKED], [(25, 1200)])
+    # of one process that has their name, and adds up.
+    shared = share_out((charged.keys, charged.values), charged.totals)
+    recorder.samples.add(shared.keys, shared.values)
+    *_, image = recorder.table.take_changed()[0]
+    assert (image.name, image.is_joined, recorder.table.joined) == ("true", True, 20)
+    window = recorder.window.close(1000)
+    assert {*window.samples["thread"].tolist()} == {recorder.table.thread(image, 0).index}
+    (times,) = window.thread_times
+    assert int(times["on_cpu_ns"]) + int(window.samples["weight_ns"].sum()) == 2000
+    assert int(times["observed_ns"]) == 2000
 
 
 def test_a_thread_that_left_unseen_has_no_time_after() -> None:
