@@ -167,8 +167,8 @@ class LossKind(enum.Enum):
     )
     WAITS_NOT_SAMPLED = _Entry(
         "waits of threads none of whose waits of a kind was chosen to have a stack, at the time or"
-        " in the two minutes before, and long ones that there was no time to walk: their time is"
-        " under [off CPU: not sampled]",
+        " in the two minutes before, eight for long ones that there was no time to walk: their time"
+        " is under [off CPU: not sampled]",
         cure="allow off-CPU stacks more (record --off-cpu-budget, cost_cpu_percent of an agent)",
     )
     SWITCH_NOT_SEEN = _Entry(

@@ -87,7 +87,7 @@ _LEAST_CPUS, _MOST_CPUS = 4, 16
 _WINDOW_NS = 5_000_000_000
 # How often windows are told of to be named: those of a second, where devices are used, together.
 # What reads files for names is started each time, and reads what it knew anew: 0.2 s. Where less is
-# to be done so many times less often, as with windows while no device is used.
+# to be done so many times less often.
 _TELL_NS, _MOST_SELDOM = _WINDOW_NS, 4
 
 # How soon a naming process that ended is started again, so that one that cannot run is no flood.

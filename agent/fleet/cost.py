@@ -27,7 +27,7 @@ from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.kernel.abi import WEIGHT_MAX
+from aiflame.agent.kernel.abi import LONG_WAIT_NS, WEIGHT_MAX
 from aiflame.agent.recording.chance import Chances, Load
 from aiflame.gpu.base import HelperLoad
 
@@ -42,9 +42,11 @@ _LEAST_SHARE = 0.1
 # A load that has gone is remembered, each second this much of it: one that comes and goes is
 # planned for as if it stayed, and one that has gone for good is forgotten in half a minute.
 _REMEMBERED = 0.9
-# Switches a second: below, a load is forgotten. One in a window of five seconds is more than that,
+# But no more of it in one window than ten seconds' worth: they are long where there is much to do.
+_MOST_FORGOTTEN_NS = 10 * _S
+# Switches a second: below, a load is forgotten. One in a window of half a minute is more than that,
 # and whose switches are so few gets all of their stacks.
-_LEAST_DEMAND = 0.1
+_LEAST_DEMAND = 0.03
 # Chances are made better only if that is worth it: a load that trembles leaves them as they are.
 _BETTER = 0.75
 # Before anything is known of a host: 50,000 switches a second take 3 ms for stacks.
@@ -60,8 +62,9 @@ _ROOM = 0.4
 # A look each 250 ms (recording/recorder.py), 47 stacks of waits a second on two CPUs at least.
 _MOST_THRIFT = 16
 # Before anything else that is left: how short-lived processes were called, of which there is no
-# sample. They are what makes busy hosts dear.
-_SHORT_LIVED_NS = _S
+# sample. They are what makes busy hosts dear. None of their waits may be one that is told of by
+# itself.
+_SHORT_LIVED_NS = LONG_WAIT_NS
 # Each by itself again where that would take less than this of the budget, once it was too much.
 _ROOM_FOR_DETAILS = 0.75
 # From here on fewer on-CPU samples: 19 Hz become 5. Few they are in any case, and worth the most.
@@ -236,15 +239,14 @@ class CostController:
         """Returns what is to hold after a window; one of no length changes nothing."""
         if load.window_ns <= 0:
             return self.chances
-        switches = sum(one.switches for one in load.by_cgroup.values())
-        stacks = sum(one.stacks for one in load.by_cgroup.values())
+        switches, stacks = sum(load.by_cgroup.values()), load.stacks
         if load.bpf_ns is not None:
             self._measured.see(switches, stacks, load.bpf_ns)
         switch_price, stack_price = self._measured.prices
         windows_per_s = _S / load.window_ns
         budget = self.budget.ns_per_s(self.cpus)
-        demand = {c: one.switches * windows_per_s for c, one in load.by_cgroup.items()}
-        self._remember(demand, _REMEMBERED ** (load.window_ns / _S))
+        demand = {c: count * windows_per_s for c, count in load.by_cgroup.items()}
+        self._remember(demand, _REMEMBERED ** (min(load.window_ns, _MOST_FORGOTTEN_NS) / _S))
         taken = switches * switch_price * windows_per_s
         expected = sum(self._demand.values()) * switch_price
         others = 0.0
@@ -385,13 +387,13 @@ class CostController:
     def _spacing(self, load: Load, affordable: float) -> int:
         """Returns the spacing: more where threads that wait seldom take too many stacks."""
         before, spacing_ns = self.chances, self.chances.spacing_ns
-        stacks = sum(one.stacks for one in load.by_cgroup.values())
+        stacks = load.stacks
         # Without them; if that is too much, it is for chances to follow the load.
         planned = sum(
-            one.switches / before.by_cgroup.get(cgroup, before.one_in)
-            for cgroup, one in load.by_cgroup.items()
+            switches / before.by_cgroup.get(cgroup, before.one_in)
+            for cgroup, switches in load.by_cgroup.items()
         )
-        if stacks > affordable >= planned:
+        if stacks > affordable and (planned <= affordable or 2 * planned < stacks):
             # Twice for each second: after a longer window it would come too late.
             doublings = min(max(load.window_ns // _S, 1), math.ceil(math.log2(stacks / affordable)))
             return min(spacing_ns << doublings, _MOST_SPACING_NS)

@@ -12,7 +12,10 @@ Association 60, 1965). Where few stacks may be taken, none of a
 thread's waits may be chosen in a window: those that were in the windows before stand for them. Of a
 thread of which there are none either the time is there under a stack that says so.
 
-Waits of a second and more are not sampled: `long_waits`.
+Waits of a second and more are exact, whether they were chosen or not; those that were not are
+looked at while they last (`long_waits`). Where there are too many for that, those of the same
+thread that have a stack stand for them: it was not known how long they would be when they were
+chosen.
 """
 
 from __future__ import annotations
@@ -25,19 +28,21 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
+from aiflame.agent.model.profile import SampleClass
 from aiflame.gpu.base import HelperLoad
 
 Array = npt.NDArray[Any]
 # Keys and values of sums.
 Part = tuple[Array, Array]
 
-_GROUP = ("image", "tid", "sample_class")
-
 # For how long what was chosen stands for what comes: within that a thread is chosen again, however
 # few stacks may be taken (fleet/cost.py, the largest spacing).
 _REMEMBERED_NS = 128_000_000_000
 # Rows of stacks, thread and kind, those that came last: few are needed where many come.
 _MOST_REMEMBERED = 1 << 13
+# Of long waits, for which others stand that are as rare: 10,000 threads, of two kinds each; one in
+# eight is chosen of threads that wait every ten seconds.
+_MOST_LONG_REMEMBERED, _LONG_REMEMBERED_NS = 1 << 15, 4 * _REMEMBERED_NS
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +71,13 @@ class Chances:
 
 
 @dataclass(frozen=True, slots=True)
-class CgroupLoad:
-    """Switch-outs of a cgroup in a window, and how many of them took a stack."""
-
-    switches: int
-    stacks: int
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
     """What a window cost, as far as it is known. Times in ns.
 
     Attributes:
         window_ns: How long it was.
-        by_cgroup: By cgroup id; 0 stands for those that are not known.
+        by_cgroup: Switch-outs by cgroup id; 0 stands for those that are not known.
+        stacks: How many of them took a stack.
         samples: On-CPU samples.
         calls: Of device APIs.
         own_cpu_ns: What the recorder's processes took.
@@ -89,7 +87,8 @@ class Load:
     """
 
     window_ns: int
-    by_cgroup: Mapping[int, CgroupLoad]
+    by_cgroup: Mapping[int, int]
+    stacks: int
     samples: int
     calls: int
     own_cpu_ns: int
@@ -158,10 +157,15 @@ class EarlierStacks:
 
     Args:
         is_kept: Whether windows know a stack still.
+        are_long: They are long waits: of each thread and kind, those of one window are remembered,
+            the last that had any, and for longer.
     """
 
-    def __init__(self, is_kept: Callable[[int], bool]) -> None:
+    def __init__(self, is_kept: Callable[[int], bool], *, are_long: bool = False) -> None:
         self._is_kept = is_kept
+        self._are_long = are_long
+        self._most = _MOST_LONG_REMEMBERED if are_long else _MOST_REMEMBERED
+        self._for_ns = _LONG_REMEMBERED_NS if are_long else _REMEMBERED_NS
         self._keys: Array = np.zeros(0, abi.SUM_KEY_DTYPE)  # the oldest first
         self._values: Array = np.zeros(0, abi.SUM_VALUE_DTYPE)
         self._window_ns: Array = np.zeros(0, np.int64)  # when the window of each ended
@@ -171,12 +175,16 @@ class EarlierStacks:
         keys, values = rows
         is_chosen = _are_chosen(keys)
         ends_ns = np.full(int(is_chosen.sum()), boundary_ns, np.int64)
-        self._keys = np.concatenate([self._keys, keys[is_chosen]])[-_MOST_REMEMBERED:]
-        self._values = np.concatenate([self._values, values[is_chosen]])[-_MOST_REMEMBERED:]
-        self._window_ns = np.concatenate([self._window_ns, ends_ns])[-_MOST_REMEMBERED:]
-        first = int(np.searchsorted(self._window_ns, boundary_ns - _REMEMBERED_NS))
-        self._keys, self._values = self._keys[first:], self._values[first:]
-        self._window_ns = self._window_ns[first:]
+        if self._are_long:
+            self._keep(~np.isin(_names(self._keys), _names(keys[is_chosen])))
+        self._keys = np.concatenate([self._keys, keys[is_chosen]])[-self._most :]
+        self._values = np.concatenate([self._values, values[is_chosen]])[-self._most :]
+        self._window_ns = np.concatenate([self._window_ns, ends_ns])[-self._most :]
+        self._keep(self._window_ns >= boundary_ns - self._for_ns)
+
+    def _keep(self, which: npt.NDArray[np.bool_]) -> None:
+        self._keys, self._values = self._keys[which], self._values[which]
+        self._window_ns = self._window_ns[which]
 
     def of(self, threads: Array) -> Part:
         """Returns what there is of threads and kinds, SUM_KEY_DTYPE with one row for each."""
@@ -247,6 +255,33 @@ def share_out(
     )
 
 
+def as_chosen(rows: Part) -> Part:
+    """Returns those of exact rows that are waits with a stack, each standing for itself alone."""
+    keys, values = rows
+    is_known = (keys["stack"] != abi.NOT_RUN_STACK) & (keys["stack"] != abi.NOT_SAMPLED_STACK)
+    is_known &= keys["sample_class"] != SampleClass.ON_CPU
+    found = keys[is_known]
+    found["weight"] = 1
+    return found, values[is_known]
+
+
+def fill_in(bare: Part, known: Part, earlier: Callable[[Array], Part] = _no_earlier) -> SharedOut:
+    """Gives long waits that have no stack those that others of their thread have.
+
+    Args:
+        bare: Sums without a stack, by thread and kind.
+        known: Such with one, as `as_chosen` makes them; of any thread.
+        earlier: As for `share_out`.
+
+    Returns:
+        As `share_out` does: of each thread and kind as much as there was, and what is left bare.
+    """
+    keys, values = known
+    _, _, of_bare, of_known = _groups(bare[0], keys)
+    is_theirs = np.isin(of_known, of_bare)
+    return share_out((keys[is_theirs], values[is_theirs]), bare, earlier)
+
+
 def _bias_corrected(
     sums: npt.NDArray[np.int64],
     seen: npt.NDArray[np.int64],
@@ -294,16 +329,17 @@ def _groups(
         How many there are; the first row of each, which for those that have a total is one of
         these; and the numbers of the rows of both.
     """
-    columns = [np.concatenate([totals[name], chosen[name]]) for name in _GROUP]
-    order = np.lexsort(columns)  # stable: totals come before
-    is_new = np.zeros(len(order), bool)
-    is_new[:1] = True
-    for column in columns:
-        is_new[1:] |= column[order][1:] != column[order][:-1]
-    numbers = np.zeros(len(order), np.int64)
-    numbers[order] = np.cumsum(is_new) - 1
-    count = int(is_new.sum())
-    return count, order[is_new], numbers[: len(totals)], numbers[len(totals) :]
+    names = np.concatenate([_names(totals), _names(chosen)])
+    _, first, numbers = np.unique(names, return_index=True, return_inverse=True)
+    return len(first), first, numbers[: len(totals)], numbers[len(totals) :]
+
+
+def _names(keys: Array) -> npt.NDArray[np.uint64]:
+    """Returns one number for each thread and kind: an image is a time, so few bits of it tell."""
+    # Tids end below 2^22 (PID_MAX_LIMIT), and there are four kinds.
+    images = keys["image"].astype(np.uint64) << np.uint64(24)
+    found: npt.NDArray[np.uint64] = images | keys["tid"].astype(np.uint64) << np.uint64(2)
+    return found | keys["sample_class"].astype(np.uint64)
 
 
 def _sums(

@@ -34,6 +34,9 @@ _PAUSE_NS = abi.LONG_WAIT_NS // 2
 _MOST_WALKED = 250
 # Stacks that several waits share.
 _MOST_SHARED = 1 << 14
+# A sweep looks at each thread of a host: where little is to be done, a thousandth of a CPU is for
+# those between the ends of windows.
+_TIMES_APART = 1000
 # How often a wait is walked whose tables are not there yet.
 _MOST_TRIES = 3
 
@@ -52,7 +55,7 @@ class LongWaits:
         due_ns: When to `poll` next, monotonic.
         walked: How many were walked so far.
         thrift: How many times fewer are walked in a sweep than may be, and sweeps are apart. Waits
-            that are over before one have no stack, unless they go on when a window closes.
+            that are over before one have the stack of others (`chance.fill_in`).
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class LongWaits:
         Args:
             least_ns: How old, OPEN_WAIT_NS or more.
         """
-        now_ns = time.monotonic_ns()
+        now_ns, begun_ns = time.monotonic_ns(), time.thread_time_ns()
         self.due_ns = now_ns + _PAUSE_NS * self.thrift
         fd = self._programs.sweep_iterator_fd
         if fd is None:
@@ -97,6 +100,9 @@ class LongWaits:
             found = swept_threads(fd)
         except OSError:  # no memory for it just now
             return
+        if self.thrift > 1:
+            took_ns = time.thread_time_ns() - begun_ns
+            self.due_ns = max(self.due_ns, now_ns + _TIMES_APART * took_ns)
         found = found[found["switched_ns"] <= now_ns - least_ns]
         # The longest first.
         most = _MOST_WALKED // self.thrift

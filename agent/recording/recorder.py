@@ -48,11 +48,12 @@ from aiflame.agent.processes.targets import Target
 from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.unwind_tables import UnwindTables
 from aiflame.agent.recording.chance import (
-    CgroupLoad,
     Chances,
     EarlierStacks,
     Load,
     Steers,
+    as_chosen,
+    fill_in,
     share_out,
     write_chances,
 )
@@ -100,10 +101,10 @@ _TRIES_FOR_ENDS, _TRIES_AT_END = 20, 200
 # How soon it is looked again whether programs for calls are loaded, which takes 0.3 s.
 _LOADING_NS = 10_000_000
 
-# How many times longer windows become: each thread takes some time in each. An agent's are of 20 s
+# How many times longer windows become: each thread takes some time in each. An agent's are of 30 s
 # then, and of 4 s while devices are used, which is what its end may lose, and how fine a time strip
 # is.
-_LONGEST_WINDOW = 4
+_LONGEST_WINDOW, _LONGEST_OF_DEVICES = 6, 4
 
 # The kernel has room for half a second of what it tells of processes (processes/lives.py).
 _MOST_ROUND_NS = 250_000_000
@@ -142,6 +143,21 @@ class Outcome:
     losses: Counter[LossKind]
     costs: dict[str, ProgramCost]
     said: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """What the kernel half has of intervals that have ended.
+
+    Attributes:
+        exact: Of those that count as they are, and on-CPU samples.
+        chosen: Of those by chance that were chosen.
+        bare: Of exact ones without a stack.
+    """
+
+    exact: Part
+    chosen: Part
+    bare: Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +236,8 @@ class Recorder:
         self._chances: Chances | None = None
         self._chances_number = 0
         self._waits_not_sampled = 0
-        self._earlier = EarlierStacks(lambda stack: self._window.is_kept("stacks", stack))
+        self._earlier = EarlierStacks(self._is_kept)
+        self._earlier_long = EarlierStacks(self._is_kept, are_long=True)
         self._told_counters: Counter[abi.Counter] = Counter()
         self._are_families_named = are_families_named
         self._options = options = foundation.options
@@ -789,9 +806,8 @@ class Recorder:
             keys, values = self._cut_sleeps.close(
                 boundary_ns, threads.tids, threads.states, keys, values, is_last=is_last
             )
-        (keys, values), chosen = _by_weight(keys, values)
-        is_bare = keys["stack"] == abi.NOT_SAMPLED_STACK  # long waits that nobody has walked
-        self._waits_not_sampled += int(values["count"][is_bare].sum())
+        exact, chosen = _by_weight(keys, values)
+        (keys, values), bare = _by_stack(exact)
         self.samples.add(keys, values)
         if self._options.calls:
             self.calls.drain(self._window.start_ns, end_ns, written)
@@ -802,7 +818,8 @@ class Recorder:
         if is_last:
             self.devices.stop(end_ns)
         if threads is not None:
-            charged = self._charge(boundary_ns, threads, chosen, written, is_last)
+            sums = _Sums((keys, values), chosen, bare)
+            charged = self._charge(boundary_ns, threads, sums, written, is_last)
             keys, values = _joined((keys, values), charged)
             self._cut_sleeps.note(keys, values)
         self.tables.note_used(self.stacks.binaries_of(keys["stack"]))
@@ -853,14 +870,14 @@ class Recorder:
         return _Threads(tids, states, self._running())
 
     def _charge(
-        self, boundary_ns: int, threads: _Threads, chosen: Part, written: int, is_last: bool
+        self, boundary_ns: int, threads: _Threads, sums: _Sums, written: int, is_last: bool
     ) -> Part:
         """Charges what threads did up to a boundary, and is not over, and what was by chance.
 
         Args:
             boundary_ns: Monotonic.
             threads: As they were a moment after.
-            chosen: Sums of intervals by chance that have ended.
+            sums: Of intervals that have ended.
             written: Which of the two totals by chance programs wrote until then.
             is_last: The recording ends there.
 
@@ -883,41 +900,50 @@ class Recorder:
                 self.samples.add_thread_time(thread, 0, boundary_ns - self.start_ns)
         found = charged.keys, charged.values
         if self._chances is not None:
-            found = self._share_out(boundary_ns, chosen, charged)
+            found = self._share_out(boundary_ns, sums, charged)
         self.samples.add(*found)
         return found
 
-    def _share_out(self, boundary_ns: int, chosen: Part, charged: Charged) -> Part:
-        """Returns what a window has of intervals by chance, and of those that are charged."""
-        by_chance = charged.keys["weight"] != abi.WEIGHT_EXACT
-        still = charged.keys[by_chance], charged.values[by_chance]
-        rows = _joined(chosen, (charged.keys, charged.values))
+    def _share_out(self, boundary_ns: int, sums: _Sums, charged: Charged) -> Part:
+        """Returns what a window has of intervals by chance, of bare ones, and of those charged."""
+        exact, still = _by_weight(charged.keys, charged.values)
+        exact, bare = _by_stack(exact)
+        rows = _joined(sums.chosen, still)
         shared = share_out(rows, _joined(charged.totals, still), self._earlier.of)
         self._earlier.add(rows, boundary_ns)
-        self._waits_not_sampled += shared.unsampled
+        known = as_chosen(_joined(sums.exact, exact))
+        filled = fill_in(_joined(sums.bare, bare), known, self._earlier_long.of)
+        self._earlier_long.add(known, boundary_ns)
+        self._waits_not_sampled += shared.unsampled + filled.unsampled
         if self._steers is not None and boundary_ns < self._end_ns:
             window_ns = boundary_ns - self._boundary_ns
-            load = self._load(window_ns, chosen, charged.totals)
+            load = self._load(window_ns, sums, charged.totals)
             self._set_chances(self._steers.next(load))
             self.devices.steer(self._steers.duties(), window_ns)
-        return shared.keys, shared.values
+        found = _joined((shared.keys, shared.values), (filled.keys, filled.values))
+        return _joined(exact, found)
 
-    def _load(self, window_ns: int, chosen: Part, totals: Part) -> Load:
+    def _is_kept(self, stack: int) -> bool:
+        return self._window.is_kept("stacks", stack)
+
+    def _load(self, window_ns: int, sums: _Sums, totals: Part) -> Load:
         """Returns what the window that closes has cost."""
-        switches, stacks = Counter[int](), Counter[int]()
-        for counts, (keys, values) in ((switches, totals), (stacks, chosen)):
-            # Of a wait, being asleep and waiting to run are one switch-out.
-            is_one = keys["sample_class"] != SampleClass.WAITING_TO_RUN
-            rows = zip(
-                keys["tgid"][is_one].tolist(),
-                keys["image"][is_one].tolist(),
-                values["count"][is_one].tolist(),
-                strict=True,
-            )
-            for tgid, number, count in rows:
-                image = self.table.known(tgid, number)
-                counts[0 if image is None else image.cgroup_id] += count
-        loads = {cgroup: CgroupLoad(n, stacks[cgroup]) for cgroup, n in switches.items()}
+        keys, values = _joined(_joined(sums.exact, sums.bare), totals)
+        # Of a wait, being asleep and waiting to run are one switch-out.
+        is_one = np.isin(keys["sample_class"], (SampleClass.BLOCKED, SampleClass.PREEMPTED))
+        keys, counts = keys[is_one], values["count"][is_one]
+        # An image is a time, so few bits of it tell; pids end below 2^22 (PID_MAX_LIMIT).
+        names = keys["image"] << np.uint64(22) | keys["tgid"].astype(np.uint64)
+        _, first, which = np.unique(names, return_index=True, return_inverse=True)
+        switches = Counter[int]()
+        for tgid, number, count in zip(
+            keys["tgid"][first].tolist(),
+            keys["image"][first].tolist(),
+            np.bincount(which, counts).astype(np.int64).tolist(),
+            strict=True,
+        ):
+            image = self.table.known(tgid, number)
+            switches[0 if image is None else image.cgroup_id] += count
         counted = Counter(self._counters())
         new, self._told_counters = counted - self._told_counters, counted
         helpers_ns, before_ns = self._helpers_cpu_ns(), self._told_helpers_ns
@@ -926,7 +952,8 @@ class Recorder:
         joined = self.table.joined - self._told_losses[LossKind.SHORT_LIVED_JOINED]
         return Load(
             window_ns,
-            loads,
+            switches,
+            stacks=new[abi.Counter.WAITS_CHOSEN],
             samples=new[abi.Counter.SAMPLES],
             calls=new[abi.Counter.CALLS],
             own_cpu_ns=own_ns + max(helpers_ns - before_ns, 0),
@@ -942,9 +969,8 @@ class Recorder:
         self._long_waits.thrift = self._cut_sleeps.thrift = chances.thrift
         self.pythons.thrift = chances.thrift
         self.events.details_after_ns = chances.details_after_ns
-        times_longer = min(chances.thrift, _LONGEST_WINDOW)
-        self._window_ns = self._least_window_ns * times_longer
-        self._device_window_ns = INTERVAL_NS * times_longer
+        self._window_ns = self._least_window_ns * min(chances.thrift, _LONGEST_WINDOW)
+        self._device_window_ns = INTERVAL_NS * min(chances.thrift, _LONGEST_OF_DEVICES)
         # Also where they are as before: a process may have moved to another cgroup.
         self._chances_number += 1
         self._programs.set(abi.Setting.CHANCES_NUMBER, self._chances_number)
@@ -1093,6 +1119,13 @@ def _by_weight(keys: npt.NDArray[np.void], values: npt.NDArray[np.void]) -> tupl
     """Returns sums of what counts as it is, and of what was chosen by chance."""
     is_exact = keys["weight"] == abi.WEIGHT_EXACT
     return (keys[is_exact], values[is_exact]), (keys[~is_exact], values[~is_exact])
+
+
+def _by_stack(exact: Part) -> tuple[Part, Part]:
+    """Returns exact sums, and apart from them those of long waits that nobody has walked."""
+    keys, values = exact
+    is_bare = keys["stack"] == abi.NOT_SAMPLED_STACK
+    return (keys[~is_bare], values[~is_bare]), (keys[is_bare], values[is_bare])
 
 
 def _joined(rows: Part, more: Part) -> Part:

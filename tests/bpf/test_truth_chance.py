@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +42,8 @@ _BUDGET_PCT = 10
 # Of a thread that waits often, whatever its cgroup's chance (agent/fleet/cost.py).
 _LEAST_STACKS_PER_S = 20
 _SIGMAS = 5
+# While less is done, one on-CPU sample in so many is taken.
+_SAMPLES_ONE_IN = 4
 # Threads measure their waits with clocks that take time themselves.
 _MEASURE = 0.03
 
@@ -214,34 +216,62 @@ def test_short_processes_take_few_stacks(tmp_path: Path) -> None:
     assert int(rows["count"][bare].sum()) > waits / 4
 
 
-def _thrifty(script: str, seconds: int) -> dict[str, int]:
-    """Records a shell's script while less is done of what can be left."""
+class Thrifty(NamedTuple):
+    """What was recorded while less was done of what can be left.
+
+    Attributes:
+        counts: By name.
+        blocked: ns by name of the thread and leaf of the stack, "" for those without one.
+    """
+
+    counts: dict[str, int]
+    blocked: dict[str, dict[str, int]]
+
+
+def _thrifty(program: Sequence[str], seconds: int, *, thrift: int = 2, one_in: int = 1) -> Thrifty:
     recorder = Path(__file__).parents[1] / "record_thrifty.py"
-    with subprocess.Popen(["sh", "-c", script]) as shell:
-        command = [sys.executable, str(recorder), str(shell.pid), str(seconds)]
+    with subprocess.Popen(program) as running:
+        wanted = (running.pid, seconds, thrift, _SAMPLES_ONE_IN, one_in)
+        command = [sys.executable, str(recorder), *map(str, wanted)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        shell.kill()
+        running.kill()
     assert done.returncode == 0, done.stderr
-    found: dict[str, int] = json.loads(done.stdout)
-    return found
+    return Thrifty(**json.loads(done.stdout))
 
 
 def test_samples_that_were_drawn_stand_for_those_that_were_left_out() -> None:
     # GIVEN a process that computes, of whose samples one in four is taken
-    found = _thrifty("while :; do :; done", 3)
+    found = _thrifty(("sh", "-c", "while :; do :; done"), 3).counts
     # THEN each counts once, and weighs as much as four,
-    assert found["sampled_ns"] == found["samples"] * found["one_in"] * found["period_ns"]
+    assert found["sampled_ns"] == found["samples"] * _SAMPLES_ONE_IN * found["period_ns"]
     # those that were left out are counted,
     whole = found["samples"] + found["samples_left_out"]
-    error = np.sqrt(whole / found["one_in"] * (1 - 1 / found["one_in"]))
-    assert abs(found["samples"] - whole / found["one_in"]) < _SIGMAS * error
+    error = np.sqrt(whole / _SAMPLES_ONE_IN * (1 - 1 / _SAMPLES_ONE_IN))
+    assert abs(found["samples"] - whole / _SAMPLES_ONE_IN) < _SIGMAS * error
     # and what a thread was on the CPU is as exact as it was.
     assert whole * found["period_ns"] == pytest.approx(found["on_cpu_ns"], rel=0.1)
 
 
 def test_only_the_longest_waits_are_listed_where_less_is_done() -> None:
     # GIVEN a shell that waits for 1.2 s again and again
-    found = _thrifty("while :; do sleep 1.2; done", 6)
+    found = _thrifty(("sh", "-c", "while :; do sleep 1.2; done"), 6).counts
     # THEN none is listed that ends, it is said of how many, and what goes on at the end is there.
     assert found["waits_not_listed"] >= 3
     assert found["waits"] <= 2
+
+
+def test_long_waits_that_nobody_has_walked_have_the_stacks_of_their_thread(
+    workload: Callable[..., Path],
+) -> None:
+    # GIVEN 300 threads that wait for a second again and again, of which one wait in eight has a
+    # stack, and more than can be walked while they last
+    found = _thrifty((str(workload("resters")),), 12, thrift=16, one_in=8)
+    here, there = found.blocked["here"], found.blocked["there"]
+    # THEN those that took one are counted as what they cost, but for those of the last window,
+    stacks = 12 * 300 / 1.1 / 8
+    assert stacks / 4 < found.counts["stacks"] < stacks + _SIGMAS * np.sqrt(stacks)
+    # most of the time has a stack, though seven waits in eight took none,
+    for each in (here, there):
+        assert each.get("", 0) < 0.5 * sum(each.values())
+    # AND none has that of another.
+    assert not (here.keys() & there.keys()) - {""}

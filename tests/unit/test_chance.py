@@ -12,7 +12,14 @@ import pytest
 from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.processes.table import ProcessTable
-from aiflame.agent.recording.chance import EarlierStacks, Part, SharedOut, share_out
+from aiflame.agent.recording.chance import (
+    EarlierStacks,
+    Part,
+    SharedOut,
+    as_chosen,
+    fill_in,
+    share_out,
+)
 from aiflame.agent.recording.thread_times import ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from support import blind_inspector
@@ -145,6 +152,58 @@ def test_what_is_remembered_is_bounded() -> None:
     keys, values = earlier.of(_part(_total(8, _BLOCKED, 1, 1))[0])
     assert len(keys) == len(values) == 1 << 13
     assert keys["stack"].max() == 30_000
+
+
+def test_long_waits_without_a_stack_have_those_of_their_thread() -> None:
+    exact = abi.WEIGHT_EXACT
+    # GIVEN long waits of a thread in two stacks, of another in one, and some that wait to run or
+    # have never run
+    walked = _part(
+        *((5, 8, _BLOCKED, exact, 1, 3_000), (6, 8, _BLOCKED, exact, 2, 1_000)),
+        *((7, 9, _BLOCKED, exact, 1, 9), (abi.NOT_RUN_STACK, 8, _WAITING, exact, 1, 5)),
+    )
+    # WHEN the first, and a third thread, have others that nobody has walked
+    bare = _part(
+        *((_ANY, 8, _BLOCKED, exact, 6, 8_000), (_ANY, 4, _BLOCKED, exact, 1, 50)),
+        (_ANY, 8, _WAITING, exact, 6, 12),
+    )
+    filled = fill_in(bare, as_chosen(walked))
+    # THEN these are in the stacks of their own thread and kind, as much in each as those that have
+    # one, and all else is as it was.
+    assert _found(filled) == {
+        (5, 8, _BLOCKED): (2, 6_000),
+        (6, 8, _BLOCKED): (4, 2_000),
+        (_ANY, 4, _BLOCKED): (1, 50),
+        (_ANY, 8, _WAITING): (6, 12),
+    }
+    assert filled.unsampled == 7
+
+
+def test_samples_leave_room_to_remember_long_waits() -> None:
+    earlier = EarlierStacks(lambda stack: True, are_long=True)
+    earlier.add(as_chosen(_part((5, 8, _BLOCKED, abi.WEIGHT_EXACT, 1, 30))), _SECOND_NS)
+    # GIVEN on-CPU samples of more threads than there is room for
+    sample = (6, 0, SampleClass.ON_CPU, abi.WEIGHT_EXACT, 1, 10)
+    samples = _part(*[sample] * 40_000)
+    samples[0]["tid"] = np.arange(40_000)
+    earlier.add(as_chosen(samples), 2 * _SECOND_NS)
+    filled = fill_in(_part(_total(8, _BLOCKED, 1, 100)), _part(), earlier.of)
+    assert _found(filled) == {(5, 8, _BLOCKED): (1, 100)}
+
+
+def test_long_waits_are_remembered_as_they_last_were() -> None:
+    earlier = EarlierStacks(lambda stack: True, are_long=True)
+    # GIVEN a thread that waited in one place, and then in another
+    earlier.add(_part((5, 8, _BLOCKED, 1, 1, 30), (5, 9, _BLOCKED, 1, 1, 30)), _SECOND_NS)
+    earlier.add(_part((6, 8, _BLOCKED, 1, 1, 10), (6, 8, _WAITING, 1, 1, 1)), 2 * _SECOND_NS)
+    bare = _part(*(_total(tid, _BLOCKED, 1, 100) for tid in (8, 9)))
+    filled = fill_in(bare, _part(), earlier.of)
+    assert _found(filled) == {(6, 8, _BLOCKED): (1, 100), (5, 9, _BLOCKED): (1, 100)}
+    # Longer than others, and not for ever.
+    earlier.add(_part(), 500 * _SECOND_NS)
+    assert fill_in(bare, _part(), earlier.of).unsampled == 0
+    earlier.add(_part(), 600 * _SECOND_NS)
+    assert fill_in(bare, _part(), earlier.of).unsampled == 2
 
 
 def test_chosen_waits_of_no_time_share_by_their_number() -> None:

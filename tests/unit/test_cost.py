@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from aiflame.agent.fleet.cost import Budget, CostController, Prices
 from aiflame.agent.kernel.abi import WEIGHT_MAX
-from aiflame.agent.recording.chance import CgroupLoad, Chances, Load
+from aiflame.agent.recording.chance import Chances, Load
 from aiflame.gpu.base import HelperLoad
 
 _S = 1_000_000_000
@@ -26,18 +26,15 @@ def _host(
 ) -> Load:
     """A second of a host: switches by cgroup, of them some of threads that wait seldom."""
     seldom = seldom or {}
-    loads = {}
+    stacks = 0
     for cgroup, count in switches.items():
         one_in = chances.by_cgroup.get(cgroup, chances.one_in)
         few = seldom.get(cgroup, 0)
         # Threads that wait 20 times a second, at the first spacing: fewer of their waits at more.
         few_taken = few * min(50_000_000 / max(chances.spacing_ns, 1), 1) if one_in > 1 else few
-        loads[cgroup] = CgroupLoad(count, round((count - few) / one_in + few_taken))
-    total = sum(one.switches for one in loads.values())
-    stacks = sum(one.stacks for one in loads.values())
-    return Load(
-        _S, loads, 0, 0, own_cpu_ns=0, bpf_ns=round(total * _TRUE_SWITCH + stacks * _TRUE_STACK)
-    )
+        stacks += round((count - few) / one_in + few_taken)
+    bpf_ns = round(sum(switches.values()) * _TRUE_SWITCH + stacks * _TRUE_STACK)
+    return Load(_S, switches, stacks, 0, 0, own_cpu_ns=0, bpf_ns=bpf_ns)
 
 
 def _cost(load: Load) -> float:
@@ -111,7 +108,7 @@ def test_prices_are_learnt_from_what_the_kernel_counts() -> None:
 
 def test_without_the_kernels_account_prices_are_believed() -> None:
     controller = CostController(2, _PROGRAMS)
-    load = Load(_S, {1: CgroupLoad(50_000, 800)}, 0, 0, own_cpu_ns=0, bpf_ns=None)
+    load = Load(_S, {1: 50_000}, 800, 0, 0, own_cpu_ns=0, bpf_ns=None)
     one_in = controller.next(load).by_cgroup[1]
     prices = controller.prices
     assert 50_000 * prices.switch + 50_000 / one_in * prices.stack <= 0.10 * _S
@@ -123,9 +120,9 @@ def test_what_is_planned_does_not_depend_on_how_long_windows_are() -> None:
     for controller in (by_second, in_fives):
         controller.next(_host(controller.chances, {1: 50_000, 2: 500}))
     for _ in range(10):
-        by_second.next(Load(_S, {2: CgroupLoad(500, 10)}, 0, 0, 0, 400_000))
+        by_second.next(Load(_S, {2: 500}, 10, 0, 0, 0, 400_000))
     for _ in range(2):
-        in_fives.next(Load(5 * _S, {2: CgroupLoad(2_500, 50)}, 0, 0, 0, 2_000_000))
+        in_fives.next(Load(5 * _S, {2: 2_500}, 50, 0, 0, 0, 2_000_000))
     # THEN as much of it is remembered
     (one, five) = (controller.chances.by_cgroup[1] for controller in (by_second, in_fives))
     assert five == pytest.approx(one, rel=0.1)
@@ -169,7 +166,8 @@ def test_the_agent_pays_all_it_takes_from_its_budget() -> None:
     # WHEN its process, samples and calls take some of that
     load = Load(
         _S,
-        {1: CgroupLoad(300_000, 5_000)},
+        {1: 300_000},
+        5_000,
         samples=20_000,
         calls=10_000,
         own_cpu_ns=50_000_000,
@@ -206,12 +204,13 @@ def test_chances_are_chances_whatever_comes(seed: int) -> None:
     controller = CostController(int(random.integers(1, 512)))
     for _ in range(50):
         loads = {
-            int(cgroup): CgroupLoad(int(10 ** random.uniform(0, 9)), int(random.integers(0, 10**9)))
+            int(cgroup): int(10 ** random.uniform(0, 9))
             for cgroup in random.integers(0, 2**63, int(random.integers(0, 200)))
         }
         load = Load(
             int(random.choice([0, 1, 10**6, _S, 10**13])),
             loads,
+            int(random.integers(10**11)),
             int(random.integers(10**9)),
             int(random.integers(10**9)),
             int(random.integers(10**12)),
@@ -227,8 +226,8 @@ def test_chances_are_chances_whatever_comes(seed: int) -> None:
 
 def test_a_cgroup_that_seldom_switches_has_all_of_its_stacks_beside_a_busy_one() -> None:
     controller = CostController(2, _PROGRAMS)
-    loads = {1: CgroupLoad(250_000, 1_000), 2: CgroupLoad(1, 0)}
-    chances = controller.next(Load(5 * _S, loads, 0, 0, own_cpu_ns=0, bpf_ns=None))
+    switches = {1: 250_000, 2: 1}
+    chances = controller.next(Load(5 * _S, switches, 1_000, 0, 0, own_cpu_ns=0, bpf_ns=None))
     assert chances.by_cgroup[1] > 1
     assert chances.by_cgroup[2] == 1
 
@@ -245,14 +244,31 @@ def test_threads_that_wait_seldom_are_within_the_budget_as_soon_with_longer_wind
         cost = stacks * Prices().stack / window_s
         if second >= 5:
             assert cost <= 0.03 * _S
-        loads = {1: CgroupLoad(20_000 * window_s, stacks)}
-        chances = controller.next(Load(window_s * _S, loads, 0, 0, own_cpu_ns=0, bpf_ns=None))
+        switches = {1: 20_000 * window_s}
+        chances = controller.next(
+            Load(window_s * _S, switches, stacks, 0, 0, own_cpu_ns=0, bpf_ns=None)
+        )
+
+
+def test_threads_that_wait_seldom_are_thinned_out_though_chances_take_a_little_too_much() -> None:
+    controller = CostController(2, Budget(host_share=0, cpu_share=0.03, with_own_cpu=False))
+    chances = controller.first()
+    for _ in range(30):
+        # GIVEN waits of 1.2 s, twenty times as many as there may be stacks, and others, of which
+        # chance takes a tenth more than there may be
+        affordable = 0.03 * 0.85 * _S / Prices().stack
+        seldom = 20 * affordable * min(1.2e9 / max(chances.spacing_ns, 1), 1)
+        switches = round(1.1 * affordable * chances.one_in)
+        load = Load(_S, {1: switches}, round(1.1 * affordable + seldom), 0, 0, 0, bpf_ns=None)
+        chances = controller.next(load)
+    # THEN few of those are left.
+    assert 20 * 1.2e9 / chances.spacing_ns < 1
 
 
 def test_cgroups_beyond_those_that_are_told_apart_have_the_chance_of_the_busiest() -> None:
     controller = CostController(2, _PROGRAMS)
-    loads = {cgroup: CgroupLoad(10 + cgroup, 10) for cgroup in range(6_000)}
-    chances = controller.next(Load(_S, loads, 0, 0, own_cpu_ns=0, bpf_ns=None))
+    switches = {cgroup: 10 + cgroup for cgroup in range(6_000)}
+    chances = controller.next(Load(_S, switches, 60_000, 0, 0, own_cpu_ns=0, bpf_ns=None))
     assert len(chances.by_cgroup) == 4096
     assert 5_999 in chances.by_cgroup
     assert chances.one_in == max(chances.by_cgroup.values())
@@ -260,7 +276,7 @@ def test_cgroups_beyond_those_that_are_told_apart_have_the_chance_of_the_busiest
 
 def test_a_window_of_no_length_changes_nothing() -> None:
     controller = CostController(2)
-    assert controller.next(Load(0, {}, 0, 0, 0, None)) == controller.first()
+    assert controller.next(Load(0, {}, 0, 0, 0, 0, None)) == controller.first()
 
 
 # What programs at switches, samples and the agent itself take: half of the budget of 0.03.
@@ -295,7 +311,7 @@ class _Devices:
             self.stood_for[process] += rows * on / held if held else 0
             cost += rows * on * self._controller.prices.stall / _S
         self._second += 1
-        self._controller.next(Load(_S, {}, 0, 0, rest_ns, None, loads))
+        self._controller.next(Load(_S, {}, 0, 0, 0, rest_ns, None, loads))
         return cost
 
     def mean_cost(self, seconds: int, rest_ns: int = _REST_NS) -> float:
@@ -372,7 +388,7 @@ def test_a_read_out_of_a_moment_is_no_reason_to_leave_stalls_out() -> None:
     controller = CostController(2)
     usual = HelperLoad(0, 100, 2, _S)
     for load in (usual, usual, HelperLoad(0, 1, 1, 5_000_000), usual):
-        controller.next(Load(_S, {}, 0, 0, _REST_NS, None, {1: load}))
+        controller.next(Load(_S, {}, 0, 0, 0, _REST_NS, None, {1: load}))
         assert not controller.duties()
 
 
@@ -397,7 +413,7 @@ def test_a_recording_of_one_program_leaves_its_devices_alone() -> None:
 
 def _agents_second(own_cpu: float) -> Load:
     """A second in which all of an agent's processes took so much of a CPU."""
-    return Load(_S, {1: CgroupLoad(500, 50)}, 20, 0, own_cpu_ns=round(own_cpu * _S), bpf_ns=None)
+    return Load(_S, {1: 500}, 50, 20, 0, own_cpu_ns=round(own_cpu * _S), bpf_ns=None)
 
 
 def _thrifts(
@@ -430,7 +446,7 @@ def test_an_agent_that_takes_too_much_does_less_until_it_is_within_its_budget() 
 def test_a_moment_is_no_reason_to_do_less() -> None:
     # GIVEN a window of a tenth of a second in which much was done, as when maps are half full
     controller = CostController(2)
-    busy = Load(_S // 10, {1: CgroupLoad(50, 5)}, 2, 0, own_cpu_ns=40_000_000, bpf_ns=None)
+    busy = Load(_S // 10, {1: 50}, 5, 2, 0, own_cpu_ns=40_000_000, bpf_ns=None)
     for second in range(20):
         chances = controller.next(busy if second % 10 == 0 else _agents_second(0.01))
         assert chances.thrift == 1
