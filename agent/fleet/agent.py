@@ -90,6 +90,10 @@ _WINDOW_NS = 5_000_000_000
 # to be done so many times less often.
 _TELL_NS, _MOST_SELDOM = _WINDOW_NS, 4
 
+# Who asks for the newest that was recorded waits so long for the open window, which may be of half
+# a minute; to close one takes less, but for a crowded host.
+_NEWEST_S, _NEWEST_LOOK_S = 5.0, 0.05
+
 # How soon a naming process that ended is started again, so that one that cannot run is no flood.
 _RESTART_S = 10.0
 # How often what is old is removed.
@@ -241,7 +245,7 @@ def run_agent(
                 log.say(str(error))
         captures: CaptureServer | None = None
         try:
-            captures = CaptureServer(config, log)
+            captures = CaptureServer(config, log, lambda: _bring_newest(recorder, vitals))
         except AiflameError as error:  # it records without it
             log.say(str(error))
         agent = _Agent(
@@ -252,6 +256,14 @@ def run_agent(
         parts.callback(agent.close)
         give_back_freed_memory()  # programs and tables are in the kernel
         return agent.run()
+
+
+def _bring_newest(recorder: Recorder, vitals: Vitals) -> None:
+    """Has the open window end, and waits until it is on disk."""
+    before, until_s = vitals.windows, time.monotonic() + _NEWEST_S
+    recorder.end_window()
+    while vitals.windows == before and time.monotonic() < until_s:
+        time.sleep(_NEWEST_LOOK_S)
 
 
 def _prepared(

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -62,14 +62,18 @@ class CaptureServer:
     Args:
         config: Of the agent.
         log: Takes a line for each request.
+        bring_newest: Has what was recorded until now be on disk, if it can.
 
     Raises:
         AiflameError: There can be no socket there.
     """
 
-    def __init__(self, config: AgentConfig, log: Log) -> None:
+    def __init__(
+        self, config: AgentConfig, log: Log, bring_newest: Callable[[], None] = lambda: None
+    ) -> None:
         self._config = config
         self._log = log
+        self._bring_newest = bring_newest
         self._running: _Running | None = None
         self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -192,6 +196,8 @@ class CaptureServer:
                 "ask again when it is done",
             )
         words = f"{request.words}, for uid {uid}"
+        if request.last_ns:
+            self._bring_newest()
         job = {"request": json.loads(request.message()), "config": self._config.plain()}
         process = _started(connection, job)
         now_s = time.monotonic()

@@ -100,6 +100,12 @@ class Vitals:
         self._memory_limit = 0
         self._cpu_s = self._seen_cpu_s = 0.0
 
+    @property
+    def windows(self) -> int:
+        """How many windows were recorded, those for which there was no room included."""
+        with self._lock:
+            return self._windows
+
     def note_window(self, window: Window, *, is_kept: bool) -> None:
         """Counts a window."""
         kinds, counts = window.samples["kind"], window.samples["count"]

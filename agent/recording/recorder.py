@@ -235,6 +235,7 @@ class Recorder:
         self._accounts = accounts
         self._chances: Chances | None = None
         self._chances_number = 0
+        self._ends_wanted = self._ends_made = 0
         self._waits_not_sampled = 0
         self._earlier = EarlierStacks(self._is_kept)
         self._earlier_long = EarlierStacks(self._is_kept, are_long=True)
@@ -688,7 +689,10 @@ class Recorder:
                     time.sleep(left_ns / 1e9)
                 round_ns = time.monotonic_ns()
                 is_asked = self.events.take()
-                if self._window.is_filling or (is_asked and self._fill.are_sums_many):
+                is_wanted = self._ends_wanted != self._ends_made
+                self._ends_made = self._ends_wanted
+                is_full = self._window.is_filling or (is_asked and self._fill.are_sums_many)
+                if is_wanted or is_full:
                     give(self._next_window())
                     window_begin_ns = next_ns - INTERVAL_NS
                 elif is_asked and self._fill.are_stacks_many:
@@ -730,6 +734,10 @@ class Recorder:
         finally:
             for fd in waiting.values():
                 _close(fd)
+
+    def end_window(self) -> None:
+        """Has the open window end at the next look, for one other thread that waits for it."""
+        self._ends_wanted += 1
 
     def _living_pids(self) -> list[int]:
         return [pid for pid in self._target.pids if Path(f"/proc/{pid}").is_dir()]

@@ -145,6 +145,21 @@ def _assert_labelled(profile: Profile, pid: int) -> None:
     assert labels.node
 
 
+def test_what_is_on_disk_goes_up_to_the_moment_it_is_asked_for(
+    agent: _Agent, group: Path, workload: Callable[..., Path]
+) -> None:
+    # GIVEN a program that has just ended
+    pid = _burn(group, workload("burns"))
+    # WHEN what is on disk is asked for at once, and again later
+    agent.capture("--pid", pid, "--last", "10m", "-o", "now.aiflame", "-q")
+    known = len(agent.windows())
+    wait_until(lambda: len(agent.windows()) >= known + 2, _PATIENCE_S)
+    agent.capture("--pid", pid, "--last", "10m", "-o", "later.aiflame", "-q")
+    # THEN all of its time was there.
+    now, later = (read_capture(agent.folder / f"{name}.aiflame") for name in ("now", "later"))
+    assert _of(pid, now)[0] == _of(pid, later)[0] != {}
+
+
 def test_a_container_is_cut_out_of_what_is_on_disk(
     agent: _Agent, group: Path, workload: Callable[..., Path]
 ) -> None:

@@ -237,6 +237,22 @@ def test_who_has_no_descriptors_left_waits_for_some(
     assert _serves(config)
 
 
+@pytest.mark.parametrize(
+    ("request_", "brought"),
+    [(_REQUEST, 1), (CaptureRequest(is_all=True, duration_ns=10**9), 0)],
+)
+def test_the_newest_is_brought_for_whom_it_is_on_disk(
+    config: AgentConfig, monkeypatch: pytest.MonkeyPatch, request_: CaptureRequest, brought: int
+) -> None:
+    monkeypatch.setattr(capture_server, "COMMAND", (sys.executable, "-c", _WORKER))
+    asked: list[None] = []
+    with closing(CaptureServer(config, Log(), lambda: asked.append(None))):
+        with _client(config) as client:
+            client.send(request_.message())
+            assert json.loads(client.recv(1 << 16))["say"]
+        assert len(asked) == brought
+
+
 def test_one_that_is_killed_is_told_of(
     config: AgentConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

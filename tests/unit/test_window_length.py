@@ -68,6 +68,8 @@ class _Host:
             _drain_devices=lambda ns, is_within: self.device_drains.append(ns),
             _since_start=lambda ns: round(ns / _S - 100, 1),
             _round_ns=0,
+            _ends_wanted=0,
+            _ends_made=0,
             _ring=SimpleNamespace(watch=lambda fd: None, wait=self._wait),
             _signals=SimpleNamespace(fd=0, requested=False),
             _target=SimpleNamespace(pids=()),
@@ -170,6 +172,19 @@ def test_a_window_that_fills_ends_early(monkeypatch: pytest.MonkeyPatch) -> None
     # THEN the next one is not short for it
     host = _Host(monkeypatch, 5, 8.5)
     host.is_filling = lambda second: second == 2.5
+    host.run()
+    assert host.windows == [1, 2.5, 7]
+
+
+def test_a_window_whose_end_is_asked_for_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = _Host(monkeypatch, 5, 8.5)
+
+    def take() -> bool:
+        if host.second == 2.5:
+            Recorder.end_window(host.recorder)
+        return False
+
+    host.recorder.events.take = take
     host.run()
     assert host.windows == [1, 2.5, 7]
 
