@@ -121,7 +121,7 @@ static __always_inline void charge(struct thread_state *thread, struct sum_key *
 
 		total->ns[TOTAL_NOT_RUN] += ns;
 		total->count[TOTAL_NOT_RUN] += 1;
-		/* Else the compiler makes one of this and of what follows, with an index. */
+		/* Not merged with what follows: old verifiers refuse a computed index. */
 		asm volatile("");
 		return;
 	}

@@ -387,18 +387,18 @@ class CostController:
     def _spacing(self, load: Load, affordable: float) -> int:
         """Returns the spacing: more where threads that wait seldom take too many stacks."""
         before, spacing_ns = self.chances, self.chances.spacing_ns
-        stacks = load.stacks
         # Without them; if that is too much, it is for chances to follow the load.
         planned = sum(
             switches / before.by_cgroup.get(cgroup, before.one_in)
             for cgroup, switches in load.by_cgroup.items()
         )
-        if stacks > affordable and (planned <= affordable or 2 * planned < stacks):
+        if load.stacks > affordable and (planned <= affordable or 2 * planned < load.stacks):
             # Twice for each second: after a longer window it would come too late.
-            doublings = min(max(load.window_ns // _S, 1), math.ceil(math.log2(stacks / affordable)))
+            wanted = math.ceil(math.log2(load.stacks / affordable))
+            doublings = min(max(load.window_ns // _S, 1), wanted)
             return min(spacing_ns << doublings, _MOST_SPACING_NS)
         # Half the spacing may be twice the stacks.
-        if 2 * stacks < affordable:
+        if 2 * load.stacks < affordable:
             return max(spacing_ns // 2, _SPACING_NS)
         return spacing_ns
 

@@ -81,7 +81,13 @@ from aiflame.agent.recording.sleep_walks import SleepWalks
 from aiflame.agent.recording.sleepers import Sleepers, give_all_sleepers, give_sleepers
 from aiflame.agent.recording.stacks import Stacks
 from aiflame.agent.recording.switch_cost import SwitchCost
-from aiflame.agent.recording.thread_times import Charged, Part, ThreadTimes
+from aiflame.agent.recording.thread_times import (
+    Charged,
+    Part,
+    ThreadTimes,
+    concatenated,
+    name_of,
+)
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.gpu.base import ALWAYS, Family, Loading, Wanted
@@ -820,7 +826,7 @@ class Recorder:
         if self._options.calls:
             self.calls.drain(self._window.start_ns, end_ns, written)
         if is_last:
-            chosen = _joined(chosen, self._take_stragglers(end_ns, 1 - written))
+            chosen = concatenated([chosen, self._take_stragglers(end_ns, 1 - written)])
         self.devices.add_sums(keys, values, self.stacks.has_come)
         self._drain_devices(end_ns)
         if is_last:
@@ -828,7 +834,7 @@ class Recorder:
         if threads is not None:
             sums = _Sums((keys, values), chosen, bare)
             charged = self._charge(boundary_ns, threads, sums, written, is_last)
-            keys, values = _joined((keys, values), charged)
+            keys, values = concatenated([(keys, values), charged])
             self._cut_sleeps.note(keys, values)
         self.tables.note_used(self.stacks.binaries_of(keys["stack"]))
         if self._has_entered and not is_last:
@@ -916,11 +922,11 @@ class Recorder:
         """Returns what a window has of intervals by chance, of bare ones, and of those charged."""
         exact, still = _by_weight(charged.keys, charged.values)
         exact, bare = _by_stack(exact)
-        rows = _joined(sums.chosen, still)
-        shared = share_out(rows, _joined(charged.totals, still), self._earlier.of)
+        rows = concatenated([sums.chosen, still])
+        shared = share_out(rows, concatenated([charged.totals, still]), self._earlier.of)
         self._earlier.add(rows, boundary_ns)
-        known = as_chosen(_joined(sums.exact, exact))
-        filled = fill_in(_joined(sums.bare, bare), known, self._earlier_long.of)
+        known = as_chosen(concatenated([sums.exact, exact]))
+        filled = fill_in(concatenated([sums.bare, bare]), known, self._earlier_long.of)
         self._earlier_long.add(known, boundary_ns)
         self._waits_not_sampled += shared.unsampled + filled.unsampled
         if self._steers is not None and boundary_ns < self._end_ns:
@@ -928,20 +934,19 @@ class Recorder:
             load = self._load(window_ns, sums, charged.totals)
             self._set_chances(self._steers.next(load))
             self.devices.steer(self._steers.duties(), window_ns)
-        found = _joined((shared.keys, shared.values), (filled.keys, filled.values))
-        return _joined(exact, found)
+        found = [(each.keys, each.values) for each in (shared, filled)]
+        return concatenated([exact, *found])
 
     def _is_kept(self, stack: int) -> bool:
         return self._window.is_kept("stacks", stack)
 
     def _load(self, window_ns: int, sums: _Sums, totals: Part) -> Load:
         """Returns what the window that closes has cost."""
-        keys, values = _joined(_joined(sums.exact, sums.bare), totals)
+        keys, values = concatenated([sums.exact, sums.bare, totals])
         # Of a wait, being asleep and waiting to run are one switch-out.
         is_one = np.isin(keys["sample_class"], (SampleClass.BLOCKED, SampleClass.PREEMPTED))
         keys, counts = keys[is_one], values["count"][is_one]
-        # An image is a time, so few bits of it tell; pids end below 2^22 (PID_MAX_LIMIT).
-        names = keys["image"] << np.uint64(22) | keys["tgid"].astype(np.uint64)
+        names = name_of(keys["tgid"], keys["image"])
         _, first, which = np.unique(names, return_index=True, return_inverse=True)
         switches = Counter[int]()
         for tgid, number, count in zip(
@@ -1134,10 +1139,6 @@ def _by_stack(exact: Part) -> tuple[Part, Part]:
     keys, values = exact
     is_bare = keys["stack"] == abi.NOT_SAMPLED_STACK
     return (keys[~is_bare], values[~is_bare]), (keys[is_bare], values[is_bare])
-
-
-def _joined(rows: Part, more: Part) -> Part:
-    return np.concatenate([rows[0], more[0]]), np.concatenate([rows[1], more[1]])
 
 
 def _process_fd(pid: int) -> int | None:

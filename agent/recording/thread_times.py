@@ -9,7 +9,7 @@ crossing` in bpf/aiflame.h). The same tells how long a thread had been on a CPU 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,8 +133,10 @@ class ThreadTimes:
             states: These.
         """
         ended = self._ended()
-        known = np.concatenate([_name(tids, states["image"]), _name(ended["tid"], ended["image"])])
-        return len(np.setdiff1d(_name(keys["tid"], keys["image"]), known))
+        known = np.concatenate(
+            [name_of(tids, states["image"]), name_of(ended["tid"], ended["image"])]
+        )
+        return len(np.setdiff1d(name_of(keys["tid"], keys["image"]), known))
 
     def close(
         self,
@@ -162,7 +164,7 @@ class ThreadTimes:
         # Whoever has ended since is at the boundary as its last event has it.
         late = ended[~is_over]
         # Also those that ended after their state was read.
-        is_late = np.isin(_name(tids, states["image"]), _name(late["tid"], late["image"]))
+        is_late = np.isin(name_of(tids, states["image"]), name_of(late["tid"], late["image"]))
         tids, states = tids[~is_late], states[~is_late]
         tids = np.concatenate([tids, late["tid"]])
         states = np.concatenate([states, _states_of(late)])
@@ -176,8 +178,8 @@ class ThreadTimes:
         charged = self._charge(boundary_ns, tids[is_there], states[is_there], running, slots)
         self._boundary_ns = boundary_ns
         self._ends = bytearray(late.tobytes())
-        keys, values = _concatenated([*since_entered, *charged.parts, *self._not_run])
-        totals = _concatenated(self._totals)
+        keys, values = concatenated([*since_entered, *charged.parts, *self._not_run])
+        totals = concatenated(self._totals)
         self._not_run, self._totals = [], []
         return Charged(keys, values, charged.unseen, totals)
 
@@ -372,7 +374,8 @@ class ThreadTimes:
         return threads, processes
 
 
-def _concatenated(parts: list[Part]) -> Part:
+def concatenated(parts: Sequence[Part]) -> Part:
+    """Returns the rows of all parts, one after the other."""
     return (
         np.concatenate([np.zeros(0, abi.SUM_KEY_DTYPE), *(keys for keys, _ in parts)]),
         np.concatenate([np.zeros(0, abi.SUM_VALUE_DTYPE), *(values for _, values in parts)]),
@@ -423,8 +426,8 @@ def _parts(end_ns: int, begin_ns: Array, tids: Array, rows: Array, intervals: Ar
     return found
 
 
-def _name(tid: Array, image: Array) -> Array:
-    """Returns one number for a thread of an image; an image is a time, so few bits of it tell."""
+def name_of(tid: Array, image: Array) -> Array:
+    """Returns one number for a thread or process of an image, which is a time: few bits tell."""
     return (image.astype(np.uint64) << np.uint64(22)) + tid  # tids end below 2^22 (PID_MAX_LIMIT)
 
 
