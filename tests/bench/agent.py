@@ -20,14 +20,14 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import loads
-from bench.kernel import bpf_stats, programs
+from bench.kernel import Runs, bpf_stats, programs
 from bench.usage import cpu_ns, family
 
 # A server that is asked twenty times a second, and threads that wait.
@@ -147,9 +147,9 @@ class Agent:
                 found[role] += sum(int(x.split()[1]) * 1024 for x in lines if x.startswith("Pss:"))
         return found
 
-    def programs_ns(self) -> int:
-        """Returns what its programs have taken while the kernel counted that."""
-        return sum(runs.run_time_ns for runs in programs(self.process.pid).values())
+    def programs(self) -> dict[int, Runs]:
+        """Returns what its programs have taken while the kernel counted that, by id."""
+        return programs(self.process.pid)
 
     def end(self) -> None:
         """Ends it, as a service manager does."""
@@ -170,9 +170,23 @@ def _forks() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("processes"))
 
 
+def _grown(before: Mapping[int, Runs], now: Mapping[int, Runs]) -> list[Runs]:
+    """Returns what programs did between two moments, first those that took most."""
+    none = Runs("", 0, 0)
+    grown = [
+        Runs(
+            runs.name,
+            runs.run_time_ns - before.get(number, none).run_time_ns,
+            runs.run_count - before.get(number, none).run_count,
+        )
+        for number, runs in now.items()
+    ]
+    return sorted((runs for runs in grown if runs.run_count), key=lambda runs: -runs.run_time_ns)
+
+
 def _watch(agents: Sequence[Agent], seconds: float) -> None:
     """Prints what they take for so long."""
-    before = [(agent.times(), agent.programs_ns()) for agent in agents]
+    before = [(agent.times(), agent.programs()) for agent in agents]
     began_s, idle_s, forks = time.monotonic(), _idle_s(), _forks()
     memory: list[list[dict[str, int]]] = [[] for _ in agents]
     while time.monotonic() < began_s + seconds:
@@ -186,18 +200,25 @@ def _watch(agents: Sequence[Agent], seconds: float) -> None:
         f"{took_s:.0f} s, {cpus} CPUs {100 * busy:.0f} % busy,"
         f" {(_forks() - forks) / took_s:.0f} new processes and threads a second"
     )
-    for agent, (times, run_ns), seen in zip(agents, before, memory, strict=True):
+    for agent, (times, earlier), seen in zip(agents, before, memory, strict=True):
         now = agent.times()
+        runs = _grown(earlier, agent.programs())
         took = {role: (now[role] - times.get(role, 0)) / 1e7 / took_s for role in now}
         totals = [sum(each.values()) for each in seen]
         print(
             f"{agent.program}: {sum(took.values()):.2f} % of one CPU, programs"
-            f" {(agent.programs_ns() - run_ns) / 1e7 / took_s:.2f} % besides,"
+            f" {sum(each.run_time_ns for each in runs) / 1e7 / took_s:.2f} % besides,"
             f" {sum(totals) / len(totals) / 1e6:.0f} MB, {max(totals) / 1e6:.0f} at most"
         )
         for role in sorted(took, key=lambda role: -took[role]):
             of_role = [each.get(role, 0) for each in seen]
             print(f"    {role}: {took[role]:.2f} %, {sum(of_role) / len(of_role) / 1e6:.0f} MB")
+        for each in runs:
+            print(
+                f"    {each.name}: {each.run_time_ns / 1e7 / took_s:.2f} %,"
+                f" {each.run_count / took_s:.0f} a second of"
+                f" {each.run_time_ns / max(each.run_count, 1):.0f} ns"
+            )
 
 
 def main() -> None:
