@@ -11,14 +11,13 @@ a u16 size of all of it, the body, and here always a u64 time at the end (sample
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -145,9 +144,9 @@ class LifeRecords:
     numbers: npt.NDArray[np.uint32]
     pids: npt.NDArray[np.uint32]
     parents: npt.NDArray[np.uint32]
-    ns: Sequence[int]
-    begins: Sequence[int]
-    ends: Sequence[int]
+    ns: npt.NDArray[np.uint64]
+    begins: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
 
     @staticmethod
     def of(parts: Sequence[bytes]) -> LifeRecords:
@@ -177,21 +176,30 @@ class LifeRecords:
 
     def before(self, ns: int) -> tuple[LifeRecords, bytes]:
         """Returns those before a time, and the others as they were written."""
-        count = bisect.bisect_left(self.ns, ns)
+        count = int(np.searchsorted(self.ns, np.uint64(ns)))
         if count == len(self):
             return self, b""
-        later = self.joined(range(count, len(self)))
         sooner = LifeRecords(
             self.data,
             *(self.numbers[:count], self.pids[:count], self.parents[:count]),
             *(self.ns[:count], self.begins[:count], self.ends[:count]),
         )
-        return sooner, later
+        return sooner, self._joined(np.arange(count, len(self)))
 
-    def joined(self, chosen: Iterable[int]) -> bytes:
-        """Returns some of them, one after the other."""
-        data, begins, ends = self.data, self.begins, self.ends
-        return b"".join([data[begins[at] : ends[at]] for at in chosen])
+    def chosen(self, at: npt.NDArray[np.int64]) -> LifeRecords:
+        """Returns some of them, without the memory of the others."""
+        sizes = self.ends[at] - self.begins[at]
+        ends = np.cumsum(sizes)
+        return LifeRecords(
+            self._joined(at),
+            *(self.numbers[at], self.pids[at], self.parents[at], self.ns[at]),
+            *(ends - sizes, ends),
+        )
+
+    def _joined(self, at: npt.NDArray[np.int64]) -> bytes:
+        data = self.data
+        spans = zip(self.begins[at].tolist(), self.ends[at].tolist(), strict=True)
+        return b"".join([data[begin:end] for begin, end in spans])
 
 
 def _positions(data: bytes) -> tuple[list[int], int]:
@@ -229,17 +237,8 @@ def _in_order(data: bytes, begins: npt.NDArray[np.int64]) -> LifeRecords:
     order = np.flatnonzero(is_new)
     order = order[np.argsort(ns[order], kind="stable")]
     ends = (begins + sizes)[order]
-    rows = (ns[order].tolist(), begins[order].tolist(), ends.tolist())
-    return LifeRecords(data, numbers[order], pids[order], others[order], *rows)
-
-
-def events_of(data: bytes) -> Iterator[LifeEvent]:
-    """Yields what whole records say, in their order."""
-    at = 0
-    while at < len(data):
-        _, _, size = _HEADER.unpack_from(data, at)
-        yield _event_of(data[at : at + size])
-        at += size
+    rows = (numbers[order], pids[order], others[order], ns[order], begins[order], ends)
+    return LifeRecords(data, *rows)
 
 
 def _event_of(record: bytes) -> LifeEvent:

@@ -5,19 +5,21 @@ A process of some milliseconds is gone before /proc can be read; this is what is
 One life is a pid from its fork or exec to the next exec. A child that was forked has what its
 parent had mapped. Nothing tells of what is unmapped: what was mapped later lies over it.
 
-What was told of a process that was over when it was read stays as the kernel wrote it: nobody asks
-for most of them, and to make it out takes longer than all else.
+What was told of processes that began and ended between two reads stays as the kernel wrote it:
+nobody asks for most of them, and to make it out takes longer than all else.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 from aiflame.agent.kernel.life_events import (
     EXIT,
     FORK,
@@ -27,7 +29,6 @@ from aiflame.agent.kernel.life_events import (
     Lost,
     Mapped,
     Named,
-    events_of,
 )
 from aiflame.agent.processes.procfs import MapsLine
 from intervaltree import IntervalTree
@@ -38,6 +39,9 @@ _KEEP_UP_NS = 100_000_000
 # table of processes asks within a second of most of them; of the parent of those that are joined,
 # when the first of them ends.
 _MAX_ENDED = 2048
+# Processes that began and ended between two reads are kept as they were told of if they are so many
+# at least. So there are some hundred such lots to look through.
+_LEAST_TOGETHER = 8
 # Of one pid: a script is one exec or two, and a sample of what was before them may still come.
 _MAX_LIVES = 16
 # Of one life: PyTorch maps 300 files to run. A JIT may map without end.
@@ -45,6 +49,7 @@ _MAX_MAPPED = 4096
 # Of all lives together: 400 bytes each, and less where they share what they inherit.
 _MAX_MAPPED_BY_ALL = 1 << 17
 _MAPPED_BYTES = 400
+_NEVER_NS = 1 << 63
 
 
 @dataclass(slots=True)
@@ -110,29 +115,56 @@ def _read_nothing() -> tuple[LifeRecords, int]:
     return LifeRecords.of(()), 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Unread:
-    """What was told of a process that was over when it was read.
+@dataclass(slots=True)
+class _Past:
+    """Processes that began and ended between two reads, made out when somebody asks for one.
 
     Attributes:
-        forked: What it began as, None if that was told before.
-        data: Records, all later than that.
-        count: Of these.
-        last_ns: Of the last event.
-        has_gap: Events were lost since that may have been about it.
+        records: What was told of them, sorted by pid, then in order.
+        spans: By pid, where its records begin and end, and the number of its end.
+        parents: What their parents were when they made them, by pid, None where not known: of those
+            of which nothing else was told then.
+        forked: What the others began as.
+        size: How many mappings this counts for.
+        first_ns: Of all records.
+        last_end: The highest number of an end.
+        has_gap: Events were lost since that may have been about them.
+        made_out: By pid.
     """
 
-    forked: Life | None
-    data: bytes
-    count: int
-    last_ns: int
+    records: LifeRecords
+    spans: dict[int, tuple[int, int, int]]
+    parents: dict[int, Life | None]
+    forked: dict[int, Life]
+    size: int
+    first_ns: int
+    last_end: int
     has_gap: bool = False
+    made_out: dict[int, list[Life]] = field(default_factory=dict)
 
-    @property
-    def mapped(self) -> int:
-        """How many mappings it counts for: each record may be of one."""
-        inherited = 0 if self.forked is None else len(self.forked.mapped)
-        return inherited + max(self.count, len(self.data) // _MAPPED_BYTES)
+    def lives_of(self, pid: int, forgotten: int) -> list[Life]:
+        """Returns the lives of a process, unless the number of its end is one that is forgotten."""
+        begin, end, end_number = self.spans.get(pid, (0, 0, forgotten))
+        if end_number <= forgotten:
+            return []
+        lives = self.made_out.get(pid)
+        if lives is None:
+            lives = self.made_out[pid] = self._make_out(pid, begin, end)
+        return lives
+
+    def _make_out(self, pid: int, begin: int, end: int) -> list[Life]:
+        forked = self.forked.get(pid)
+        if forked is None:
+            ns, parent_pid = int(self.records.ns[begin]), int(self.records.parents[begin])
+            forked = _child_of(self.parents[parent_pid], ns, parent_pid)
+        lives = [forked]
+        grown = len(forked.mapped)
+        for at in range(begin + 1, end - 1):
+            grown += _live_on(lives, self.records.event(at))
+        self.size += max(grown, 0)
+        if self.has_gap:
+            _note_gap(lives)
+        return lives
 
 
 class Lives:
@@ -151,8 +183,9 @@ class Lives:
         self._read_ns = 0
         self.lost = 0
         self._lives: dict[int, list[Life]] = {}  # by pid, in order of their beginnings
-        self._unread: dict[int, _Unread] = {}  # by pid, later than its lives
-        self._ended: deque[tuple[int, int]] = deque()  # pids, and when
+        self._past: deque[_Past] = deque()  # of a pid that has lives as well, older ones
+        self._ends = 0  # that were told of
+        self._ended: deque[tuple[int, int, int]] = deque()  # numbers of ends, pids, and when
         self._only: set[int] | None = None
         self._mapped = 0
 
@@ -163,9 +196,7 @@ class Lives:
     def find(self, pid: int, ns: int) -> Life | None:
         """Returns the life that a process had at a monotonic time which is over, None for none."""
         self.update(ns)
-        self._take_unread(pid)
-        lives = self._lives.get(pid, ())
-        return next((life for life in reversed(lives) if life.begun_ns <= ns), None)
+        return next((life for life in self._newest_first(pid, ns) if life.begun_ns <= ns), None)
 
     def is_past(self, pid: int, ns: int) -> bool:
         """Whether the life that a process had at a monotonic time is over by an exec.
@@ -193,65 +224,112 @@ class Lives:
         records, self._read_ns = self._read()
         if not len(records):
             return
-        # Who descends from whom is only known in order.
-        short = _over(records) if self._only is None else {}
+        ends_before = self._ends
+        end_numbers = ends_before + np.cumsum(records.numbers == EXIT)
+        past, at_once = self._past_of(records, end_numbers)
+        self._take_in(records, at_once, end_numbers, past)
+        self._ends = int(end_numbers[-1])
+        if past is not None:
+            past.size += sum(len(life.mapped) for life in past.forked.values())
+            self._past.append(past)
+            self._mapped += past.size
+        self._forget(self._ends)
+        self._bound()
+
+    def _past_of(
+        self, records: LifeRecords, end_numbers: npt.NDArray[np.int64]
+    ) -> tuple[_Past | None, npt.NDArray[np.int64]]:
+        """Returns those that are over, if they are many, and what is to be taken in at once."""
+        everything = np.arange(len(records))
+        # Who descends from whom is only known in order; whom what was lost was about, not at all.
+        if self._only is not None or (records.numbers == LOST).any():
+            return None, everything
+        over = _over(records)
+        is_new = [pid not in self._lives for pid in records.pids[over.at[over.begins]].tolist()]
+        over = over.chosen(np.array(is_new, bool))
+        if len(over.begins) < _LEAST_TOGETHER:
+            return None, everything
+        sizes = over.ends - over.begins
+        ends = np.cumsum(sizes)
+        at = over.at[np.repeat(over.begins - (ends - sizes), sizes) + np.arange(ends[-1])]
+        pids = records.pids[over.at[over.begins]].tolist()
+        numbers = end_numbers[over.at[over.ends - 1]]
+        rows = zip((ends - sizes).tolist(), ends.tolist(), numbers.tolist(), strict=True)
+        parents = {
+            pid: None if (parent := self._current(pid)) is None else parent.child(0, 0)
+            for pid in np.unique(over.parents[~over.has_parent_changed]).tolist()
+        }
+        chosen = records.chosen(at)
+        inherited = sum(len(life.mapped) for life in parents.values() if life is not None)
+        past = _Past(
+            chosen,
+            dict(zip(pids, rows, strict=True)),
+            parents,
+            {},
+            inherited + max(len(at), len(chosen.data) // _MAPPED_BYTES),
+            int(records.ns[0]),
+            int(numbers.max()),
+        )
         is_left = np.ones(len(records), bool)
-        is_left[[at for own in short.values() for at in own]] = False
-        at_left = np.flatnonzero(is_left)
-        numbers, pids = records.numbers[at_left].tolist(), records.pids[at_left].tolist()
-        forked: dict[int, Life] = {}
+        is_left[at] = False
+        is_left[over.at[over.begins[over.has_parent_changed]]] = True  # these forks, in order
+        return past, np.flatnonzero(is_left)
+
+    def _take_in(
+        self,
+        records: LifeRecords,
+        chosen: npt.NDArray[np.int64],
+        end_numbers: npt.NDArray[np.int64],
+        past: _Past | None,
+    ) -> None:
+        """Takes in some records in order; what those that are past began as goes there."""
+        rows = (records.numbers, records.pids, records.ns, end_numbers)
         inherited = 0
-        for at, number, pid in zip(at_left.tolist(), numbers, pids, strict=True):
-            if number == LOST:
-                self._take(records.event(at))
-            elif number == FORK:
-                life = self._fork(records.ns[at], pid, int(records.parents[at]))
-                if life is not None and pid in short and inherited < _MAX_MAPPED_BY_ALL:
-                    inherited += len(life.mapped)
-                    forked[pid] = life
-                elif life is not None:
+        for at, number, pid, ns, ends in zip(
+            chosen.tolist(), *(each[chosen].tolist() for each in rows), strict=True
+        ):
+            self._forget(ends - (number == EXIT))
+            if number == FORK:
+                life = self._fork(ns, pid, int(records.parents[at]))
+                if life is None:
+                    continue
+                if past is not None and pid in past.spans:
+                    if inherited < _MAX_MAPPED_BY_ALL:
+                        inherited += len(life.mapped)
+                        past.forked[pid] = life
+                    else:
+                        del past.spans[pid]
+                else:
                     self._enter(pid, life)
+            elif number == LOST:
+                self._take(records.event(at))
             elif self._only is not None and pid not in self._only:
                 continue
             elif number == EXIT:
-                if pid in short:
-                    self._keep_unread(pid, forked.pop(pid, None), records, short.pop(pid))
-                self._end(pid, records.ns[at])
+                if pid in self._lives:
+                    self._ended.append((ends, pid, ns))
+                self._forget(ends)
             else:
                 self._take(records.event(at))
             self._bound()
 
-    def _keep_unread(
-        self, pid: int, forked: Life | None, records: LifeRecords, chosen: Sequence[int]
-    ) -> None:
-        """Keeps what was told of a process that is over."""
-        if not chosen and forked is None:
-            return
-        self._take_unread(pid)  # of whoever had it before
-        begun_ns = 0 if forked is None else forked.begun_ns
-        last_ns = records.ns[chosen[-1]] if chosen else begun_ns
-        unread = _Unread(forked, records.joined(chosen), len(chosen), last_ns)
-        self._unread[pid] = unread
-        self._mapped += unread.mapped
-
-    def _take_unread(self, pid: int) -> None:
-        """Takes in what was told of a process that has ended since."""
-        unread = self._unread.pop(pid, None)
-        if unread is None:
-            return
-        self._mapped -= unread.mapped
-        if unread.forked is not None:
-            self._enter(pid, unread.forked)
-        for event in events_of(unread.data):
-            self._take(event)
-        if unread.has_gap:
-            _note_gap(self._lives.get(pid, ()))
+    def _newest_first(self, pid: int, until_ns: int) -> Iterator[Life]:
+        """Yields the lives of a pid, but for some that begin after a time."""
+        yield from reversed(self._lives.get(pid, ()))
+        for past in reversed(self._past):
+            if past.first_ns <= until_ns:
+                size = past.size
+                lives = past.lives_of(pid, self._ends - _MAX_ENDED)
+                self._mapped += past.size - size
+                yield from reversed(lives)
 
     def _lose(self, event: Lost) -> None:
         """Nobody knows whose events they were."""
         self.lost += event.records
-        for pid, unread in self._unread.items():
-            self._unread[pid] = replace(unread, has_gap=True)
+        for past in self._past:
+            past.has_gap = True
+            for lives in past.made_out.values():
+                _note_gap(lives)
         for lives in self._lives.values():
             _note_gap(lives)
 
@@ -261,85 +339,69 @@ class Lives:
             if parent_pid not in self._only:
                 return None
             self._only.add(pid)
-        self._take_unread(pid)  # of whoever had it before
-        parent = self._current(parent_pid)
-        return Life(ns, "", parent_pid) if parent is None else parent.child(ns, parent_pid)
+        return _child_of(self._current(parent_pid), ns, parent_pid)
 
     def _take(self, event: LifeEvent) -> None:
         if isinstance(event, Lost):
             self._lose(event)
             return
-        life = self._current(event.pid)
-        if isinstance(event, Named) and event.is_exec:
-            parent_pid = 0 if life is None else life.parent_pid
-            new = Life(event.ns, event.name, parent_pid, is_exec=True, is_whole=True)
-            self._enter(event.pid, new)
-        elif isinstance(event, Named):
-            if life is not None:
-                life.name = event.name
-        elif isinstance(event, Mapped):
-            if life is None:
-                life = Life(0)
-                self._enter(event.pid, life)
-            self._map(life, event)
+        lives = self._own(event.pid)
+        if not lives and isinstance(event, Mapped):
+            self._enter(event.pid, Life(0))
+        elif not lives and not (isinstance(event, Named) and event.is_exec):
+            return
+        self._mapped += _live_on(self._lives.setdefault(event.pid, []), event)
 
-    def _map(self, life: Life, event: Mapped) -> None:
-        if life.is_lent:
-            life.mapped, life.is_lent = life.mapped.copy(), False
-        span = event.start, event.end
-        before = life.mapped.pop(span, None)  # the new one is to be the last
-        self._mapped += before is None
-        life.mapped[span] = MapsLine(
-            event.start, event.end, event.offset, event.device, event.inode, event.path
-        )
-        if len(life.mapped) > _MAX_MAPPED:
-            # Half of them at once: a dict looks for its first through all that were there before.
-            newest = itertools.islice(life.mapped.items(), _MAX_MAPPED // 2, None)
-            self._mapped -= _MAX_MAPPED // 2
-            life.mapped, life.is_whole = dict(newest), False
+    def _own(self, pid: int) -> list[Life]:
+        """Returns the lives of a pid to which more is to come, also where it is past.
+
+        Its first thread has ended then, and others go on.
+        """
+        if pid not in self._lives:
+            for past in reversed(self._past):
+                lives = past.lives_of(pid, self._ends - _MAX_ENDED)
+                if lives:
+                    _, end, number = past.spans.pop(pid)
+                    bisect.insort(self._ended, (number, pid, int(past.records.ns[end - 1])))
+                    self._lives[pid] = lives
+                    break
+        return self._lives.get(pid, [])
 
     def _current(self, pid: int) -> Life | None:
-        self._take_unread(pid)
-        lives = self._lives.get(pid)
-        return lives[-1] if lives else None
+        return next(self._newest_first(pid, _NEVER_NS), None)
 
     def _enter(self, pid: int, life: Life) -> None:
-        lives = self._lives.setdefault(pid, [])
-        lives.append(life)
-        self._mapped += len(life.mapped)
-        if len(lives) > _MAX_LIVES:
-            self._drop(pid, lives[0].begun_ns)
+        self._mapped += _begin(self._lives.setdefault(pid, []), life)
+
+    def _forget(self, ends: int) -> None:
+        """Forgets those that have ended before many others, of so many that have ended."""
+        self._ends = ends
+        while self._ended and self._ended[0][0] <= ends - _MAX_ENDED:
+            self._drop_ended()
+        while self._past and self._past[0].last_end <= ends - _MAX_ENDED:
+            self._mapped -= self._past.popleft().size
 
     def _bound(self) -> None:
         """Forgets lives where there is too much of all of them: first of those that have ended."""
-        while self._mapped > _MAX_MAPPED_BY_ALL and self._ended:
-            self._drop_ended()
+        while self._mapped > _MAX_MAPPED_BY_ALL and (self._ended or self._past):
+            if self._past and (not self._ended or self._past[0].last_end < self._ended[0][0]):
+                self._mapped -= self._past.popleft().size
+            else:
+                self._drop_ended()
         while self._mapped > _MAX_MAPPED_BY_ALL and len(self._lives) > 1:
             oldest = next(iter(self._lives))
             self._drop(oldest, self._lives[oldest][-1].begun_ns)
             self.lost += 1
 
-    def _end(self, pid: int, ns: int) -> None:
-        if pid in self._lives or pid in self._unread:
-            self._ended.append((pid, ns))
-            if len(self._ended) > _MAX_ENDED:
-                self._drop_ended()
-
     def _drop_ended(self) -> None:
         """Forgets the process that ended first."""
-        pid, ended_ns = self._ended.popleft()
+        _, pid, ended_ns = self._ended.popleft()
         self._drop(pid, ended_ns)
-        if self._only is not None and pid not in self._lives and pid not in self._unread:
+        if self._only is not None and pid not in self._lives:
             self._only.discard(pid)
 
     def _drop(self, pid: int, until_ns: int) -> None:
-        """Forgets the lives of a pid that had begun by a time, and what was told of them."""
-        unread = self._unread.get(pid)
-        if unread is not None and unread.last_ns > until_ns:  # one later may be a child by these
-            self._take_unread(pid)
-        elif unread is not None:
-            self._mapped -= unread.mapped
-            del self._unread[pid]
+        """Forgets the lives of a pid that had begun by a time."""
         lives = self._lives.pop(pid, [])
         left = [life for life in lives if life.begun_ns > until_ns]
         self._mapped -= sum(map(_size, lives)) - sum(map(_size, left))
@@ -356,24 +418,92 @@ def _note_gap(lives: Iterable[Life]) -> None:
         life.is_whole, life.has_gap = False, True
 
 
-def _over(records: LifeRecords) -> dict[int, Sequence[int]]:
-    """Returns, by pid, where records are of processes that are over, but for forks and ends.
+def _child_of(parent: Life | None, ns: int, parent_pid: int) -> Life:
+    return Life(ns, "", parent_pid) if parent is None else parent.child(ns, parent_pid)
 
-    Only of those whose records tell of one process to its end, and that made none themselves: what
-    they were in between concerns nobody else.
+
+def _begin(lives: list[Life], life: Life) -> int:
+    """Adds a life to those of a pid; returns by how many mappings all of them have grown."""
+    lives.append(life)
+    grown = len(life.mapped)
+    if len(lives) > _MAX_LIVES:
+        grown -= len(lives.pop(0).mapped)
+    return grown
+
+
+def _live_on(lives: list[Life], event: LifeEvent) -> int:
+    """Takes in what was told of a pid; returns by how many mappings its lives have grown.
+
+    Args:
+        lives: Some, unless it calls exec.
+        event: What was told.
     """
-    if (records.numbers == LOST).any():  # nobody knows of whom
-        return {}
-    order = np.argsort(records.pids, kind="stable")
-    pids, numbers = records.pids[order], records.numbers[order]
+    if isinstance(event, Mapped):
+        return _map(lives[-1], event)
+    if not isinstance(event, Named):
+        return 0
+    if not event.is_exec:
+        lives[-1].name = event.name
+        return 0
+    parent_pid = lives[-1].parent_pid if lives else 0
+    return _begin(lives, Life(event.ns, event.name, parent_pid, is_exec=True, is_whole=True))
+
+
+def _map(life: Life, event: Mapped) -> int:
+    """Adds a mapping; returns by how many there are more."""
+    if life.is_lent:
+        life.mapped, life.is_lent = life.mapped.copy(), False
+    count = len(life.mapped)
+    span = event.start, event.end
+    life.mapped.pop(span, None)  # the new one is to be the last
+    life.mapped[span] = MapsLine(
+        event.start, event.end, event.offset, event.device, event.inode, event.path
+    )
+    if len(life.mapped) > _MAX_MAPPED:
+        # Half of them at once: a dict looks for its first through all that were there before.
+        newest = itertools.islice(life.mapped.items(), _MAX_MAPPED // 2, None)
+        life.mapped, life.is_whole = dict(newest), False
+    return len(life.mapped) - count
+
+
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """Processes of which records tell all, from their beginning to their end, and that made none.
+
+    Attributes:
+        at: Where records are, sorted by pid, then in order.
+        begins, ends: Of each process in `at`, shape (n,).
+        parents: Pids.
+        has_parent_changed: Records tell of its parent as well, by which it matters when it was
+            made.
+    """
+
+    at: npt.NDArray[np.int64]
+    begins: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    parents: npt.NDArray[np.uint32]
+    has_parent_changed: npt.NDArray[np.bool_]
+
+    def chosen(self, which: npt.NDArray[np.bool_]) -> _Over:
+        """Returns some of them."""
+        return _Over(
+            self.at,
+            self.begins[which],
+            self.ends[which],
+            self.parents[which],
+            self.has_parent_changed[which],
+        )
+
+
+def _over(records: LifeRecords) -> _Over:
+    """Returns the processes that began and ended within records: they concern nobody else."""
+    at = np.argsort(records.pids, kind="stable")
+    pids, numbers = records.pids[at], records.numbers[at]
     begins = np.flatnonzero(np.r_[True, pids[1:] != pids[:-1]])
     ends = np.r_[begins[1:], len(pids)]
     forks = np.add.reduceat(numbers == FORK, begins, dtype=np.int64)
-    is_forked = numbers[begins] == FORK
-    is_over = (numbers[ends - 1] == EXIT) & (forks == is_forked)
-    is_over &= np.add.reduceat(numbers == EXIT, begins, dtype=np.int64) == 1
+    exits = np.add.reduceat(numbers == EXIT, begins, dtype=np.int64)
+    is_over = (numbers[begins] == FORK) & (numbers[ends - 1] == EXIT) & (forks == 1) & (exits == 1)
     is_over &= ~np.isin(pids[begins], records.parents[records.numbers == FORK])
-    own = (begins + is_forked)[is_over], ends[is_over] - 1
-    at = order.tolist()
-    rows = zip(pids[ends[is_over] - 1].tolist(), *(each.tolist() for each in own), strict=True)
-    return {pid: at[begin:end] for pid, begin, end in rows}
+    parents = records.parents[at[begins]]
+    return _Over(at, begins, ends, parents, np.isin(parents, pids[begins])).chosen(is_over)

@@ -299,12 +299,13 @@ def _anything(dice: random.Random, pids: range, count: int) -> list[LifeEvent]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(100))
 def test_what_is_read_together_is_what_is_read_one_by_one(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dice = random.Random(seed)
     monkeypatch.setattr(lives_module, "_MAX_ENDED", dice.choice([0, 2, 50]))
+    monkeypatch.setattr(lives_module, "_LEAST_TOGETHER", dice.choice([1, 3]))
     pids = range(40, 40 + dice.choice([4, 6, 12]))
     events = _anything(dice, pids, 300)
     told, told_singly = _Told(), _Told()
