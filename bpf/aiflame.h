@@ -136,7 +136,7 @@ enum event_type {
 	EVENT_CALL = 6, /* a call of a device API, where each was asked for */
 	EVENT_KERNEL_NAMED = 7, /* a device API tied a name to a kernel's handle */
 	EVENT_SAMPLE = 8, /* an on-CPU sample of a process whose samples have a time */
-	EVENT_EXEC = 9, /* the arguments of a new program, which may end before anybody asks */
+	EVENT_EXEC = 9, /* the arguments of a program, which may end before anybody asks */
 	EVENT_BELL = 10, /* a helper has something to tell that should not wait */
 	EVENT_LEFT_OUT_EXEC = 11, /* a process that is left out has become another program */
 };

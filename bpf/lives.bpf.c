@@ -154,35 +154,6 @@ static __always_inline void end_thread(struct thread_state *thread, struct proce
 	threads.delete(KEY(tid));
 }
 
-/*
- * Sends the arguments of the program that the current task has become: a short one is gone before
- * /proc can be read. exec has just written them, so that they are in memory.
- */
-static __always_inline void send_arguments(void *task, u32 tgid, u64 image)
-{
-	void *mm = (void *)task_u64(task, host(TASK_MM));
-	u64 start = task_u64(mm, host(MM_ARG_START));
-	u64 size = task_u64(mm, host(MM_ARG_END)) - start;
-	struct exec_event *event = ring.ringbuf_reserve(sizeof(*event));
-
-	if (!event) {
-		count(LOST_RING_FULL);
-		return;
-	}
-	event->type = EVENT_EXEC;
-	event->tgid = tgid;
-	event->image = image;
-	event->unused = 0;
-	if (size > ARGUMENTS_BYTES - 1)
-		size = ARGUMENTS_BYTES - 1;
-	OPAQUE(size);
-	size &= ARGUMENTS_BYTES - 1; /* the bound, where verifiers see it */
-	if (bpf_probe_read_user(event->arguments, size, (void *)start))
-		size = 0;
-	event->size = size;
-	ring.ringbuf_submit(event, BPF_RB_NO_WAKEUP);
-}
-
 /* Reports the end of a process, if anything was reported of it, and forgets it. */
 static __always_inline void end_process(struct process_state *process, u32 tgid, u64 now_ns)
 {
@@ -254,7 +225,8 @@ int on_exec(struct raw_tracepoint *ctx)
 	process->flags &= ~(PROCESS_SEEN | PROCESS_SETTLED | PROCESS_GONE);
 	if (!(process->flags & PROCESS_TARGET) || !is_recorded(now_ns))
 		return 0;
-	send_arguments(task, tgid, now_ns);
+	if (is_told_of(process, now_ns)) /* else if it is announced */
+		send_arguments(task, tgid, now_ns);
 	if (!host(WITH_OFF_CPU))
 		return 0;
 	thread = thread_of(tgid, task, tgid, now_ns);

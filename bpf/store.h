@@ -150,6 +150,35 @@ static __always_inline void send_seen(struct process_state *process, u32 tgid, u
 }
 
 /*
+ * Sends the arguments of the current task's program: a short one is gone before /proc can be read.
+ * exec has written them, and they are still in memory mostly.
+ */
+static __always_inline void send_arguments(void *task, u32 tgid, u64 image)
+{
+	void *mm = (void *)task_u64(task, host(TASK_MM));
+	u64 start = task_u64(mm, host(MM_ARG_START));
+	u64 size = task_u64(mm, host(MM_ARG_END)) - start;
+	struct exec_event *event = ring.ringbuf_reserve(sizeof(*event));
+
+	if (!event) {
+		count(LOST_RING_FULL);
+		return;
+	}
+	event->type = EVENT_EXEC;
+	event->tgid = tgid;
+	event->image = image;
+	event->unused = 0;
+	if (size > ARGUMENTS_BYTES - 1)
+		size = ARGUMENTS_BYTES - 1;
+	OPAQUE(size);
+	size &= ARGUMENTS_BYTES - 1; /* the bound, where verifiers see it */
+	if (bpf_probe_read_user(event->arguments, size, (void *)start))
+		size = 0;
+	event->size = size;
+	ring.ringbuf_submit(event, BPF_RB_NO_WAKEUP);
+}
+
+/*
  * Tells the host half of a process image at its first capture, while it still has mappings, and of
  * a new one again at the first after SETTLE_NS: it may end before an unknown address is noticed.
  */
@@ -164,6 +193,9 @@ static __always_inline void announce(struct process_state *process, u32 tgid)
 	is_settled = now_ns - process->image >= SETTLE_NS;
 	if (process->flags & PROCESS_SEEN && !is_settled)
 		return;
+	/* Of most there is never a capture: with BY_CHANCE an exec does not tell of them. */
+	if (host(BY_CHANCE) && !(process->flags & PROCESS_SEEN))
+		send_arguments(current_task(), tgid, process->image);
 	process->flags |= is_settled ? PROCESS_SEEN | PROCESS_SETTLED : PROCESS_SEEN;
 	send_seen(process, tgid, now_ns);
 }

@@ -2,8 +2,8 @@
 """Records a cgroup until it is told to end, and joins short-lived processes; says what was there.
 
 Arguments: the cgroup's directory, and of those in it that are known. Says "attached" once it
-records, and at last in JSON times by cgroup and process, how many processes there were in each, and
-losses. Each window's time on and off the CPU is all that threads had.
+records, and at last in JSON times by cgroup and process, how many processes there were in each, the
+command lines of all, and losses. Each window's time on and off the CPU is all that threads had.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.names: dict[int, tuple[str, str]] = {}
+        self.commands: dict[int, str] = {}
         self.processes: dict[int, int] = {}
         self.times: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
         self.losses: Counter[str] = Counter()
@@ -64,6 +65,7 @@ class _Seen:
         for row in window.processes:
             path = paths.get(int(row["cgroup"]), "")
             self.names[int(row["process"])] = path.rpartition("/")[2], texts[int(row["name"])]
+            self.commands[int(row["process"])] = texts[int(row["command_line"])]
         for row in window.threads:
             self.processes[int(row["thread"])] = int(row["process"])
         for row in window.samples:
@@ -97,7 +99,8 @@ def main() -> None:
         recorder.finish(seen.take)
     processes = Counter(group for group, _ in seen.names.values())
     found = {"times": seen.times, "processes": processes, "losses": seen.losses}
-    print(json.dumps({**found, "load": steers.joined}))
+    commands = sorted(seen.commands.values())
+    print(json.dumps({**found, "commands": commands, "load": steers.joined}))
 
 
 if __name__ == "__main__":

@@ -523,7 +523,7 @@ class ProcessTable:
         return known
 
     def has_become(self, pid: int, image: int, arguments: bytes, *, is_whole: bool = False) -> None:
-        """Takes note of the arguments of a new program, which may be gone before it is entered.
+        """Takes note of the arguments of a program, which may be gone before it is entered.
 
         Args:
             pid: The process.

@@ -23,6 +23,13 @@ _PATIENCE_S = 120.0
 _NAME = f"aiflame-short-lived-{os.getpid()}"
 _PROGRAMS = 100
 _SLEEP_S = 0.01
+# Each computes for a tenth of a second at least, in which two samples are taken.
+_COMPUTES = """
+echo $$ > "$1/cgroup.procs"
+for i in $(seq "$2"); do
+    sh -c 'i=0; while [ $i -lt 400000 ]; do i=$((i+1)); done' "of-run-$i"
+done
+"""
 _LOOP = 'echo $$ > "$1/cgroup.procs"; for i in $(seq "$2"); do "$3" "$4"; done'
 
 
@@ -105,3 +112,19 @@ def test_short_lived_programs_are_joined_with_exact_times_and_right_cgroups() ->
             assert whole_ns == pytest.approx(of_name["observed_ns"], rel=0.01)
     # What was joined up to the last but one window was part of a load.
     assert 0 < found["load"] <= joined
+
+
+def test_a_short_lived_program_that_is_sampled_has_its_arguments() -> None:
+    mount, count = next(iter(cgroup2_mounts())), 20
+    with made_groups(mount, f"{_NAME}/sampled") as (group,):
+        command = [sys.executable, str(_RECORDER), str(mount / _NAME), str(group)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as recorder:
+            assert recorder.stdout is not None
+            assert recorder.stdout.readline() == "attached\n"
+            words = ["bash", "-c", _COMPUTES, "bash", group, str(count)]
+            subprocess.run(words, check=True, timeout=_PATIENCE_S)
+            recorder.send_signal(signal.SIGINT)
+            found = json.loads(recorder.communicate(timeout=_PATIENCE_S)[0])
+    last_words = [line.rpartition(" ")[2] for line in found["commands"]]
+    # One that is kept from its CPU, on a crowded machine, may be joined.
+    assert sum(f"of-run-{number}" in last_words for number in range(1, count + 1)) >= 0.8 * count

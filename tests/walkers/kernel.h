@@ -70,6 +70,7 @@ static long bpf_get_stack(void *ctx, void *out, u64 size, u64 flags)
 	return -1;
 }
 
+#define BPF_RB_NO_WAKEUP 1
 #define BPF_RB_FORCE_WAKEUP 2
 
 /* Constants of the host. */
