@@ -44,7 +44,8 @@ class _Seen:
             kind = "on" if row["kind"] == 0 else "off"
             self._of(row["thread"])[f"{kind}_ns"] += int(row["weight_ns"])
         for row in window.thread_times:
-            self._of(row["thread"])["observed_ns"] += int(row["observed_ns"])
+            for name in ("on_cpu_ns", "observed_ns"):
+                self._of(row["thread"])[name] += int(row[name])
         for row in window.losses:
             name = window.texts[int(row["name"])]
             self.losses[name] += int(row["count"])
