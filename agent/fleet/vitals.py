@@ -23,8 +23,8 @@ from aiflame.agent.recording.chance import Chances
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-# Windows are of 30 seconds at most. A host at a load of 20 keeps the collector waiting for some.
-_ALIVE_S = 60.0
+# Windows are of a minute at most. A host at a load of 20 keeps the collector waiting for some.
+_ALIVE_S = 100.0
 # Reasons are texts of back-ends and of errors, and each is a time series.
 _MOST_REASONS = 20
 _OTHER_REASONS = "others"
@@ -182,7 +182,7 @@ class Vitals:
             build.add_metric([__version__, platform.release()], 1)
             yield build
             for name, words, value in (
-                ("windows", "Windows that were recorded, of 30 seconds or less.", self._windows),
+                ("windows", "Windows that were recorded, of a minute or less.", self._windows),
                 ("windows_lost", "Those for which there was no room on disk.", self._windows_lost),
                 ("stretches", "Stretches that were named and queued.", self._stretches),
                 ("stretches_lost", "Those that could not be.", self._stretches_lost),

@@ -107,10 +107,10 @@ _TRIES_FOR_ENDS, _TRIES_AT_END = 20, 200
 # How soon it is looked again whether programs for calls are loaded, which takes 0.3 s.
 _LOADING_NS = 10_000_000
 
-# How many times longer windows become: each thread takes some time in each. An agent's are of 30 s
-# then, and of 4 s while devices are used, which is what its end may lose, and how fine a time strip
-# is.
-_LONGEST_WINDOW, _LONGEST_OF_DEVICES = 6, 4
+# How many times longer windows become: each thread takes some time in each. An agent's are of a
+# minute then, and of 4 s while devices are used, which is what its end may lose, and how fine a
+# time strip is.
+_LONGEST_WINDOW, _LONGEST_OF_DEVICES = 12, 4
 
 # The kernel has room for half a second of what it tells of processes (processes/lives.py).
 _MOST_ROUND_NS = 250_000_000

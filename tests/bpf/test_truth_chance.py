@@ -265,7 +265,7 @@ def test_long_waits_that_nobody_has_walked_have_the_stacks_of_their_thread(
 ) -> None:
     # GIVEN 300 threads that wait for a second again and again, of which one wait in eight has a
     # stack, and more than can be walked while they last
-    found = _thrifty((str(workload("resters")),), 12, thrift=16, one_in=8)
+    found = _thrifty((str(workload("resters")),), 12, thrift=6, one_in=8)
     here, there = found.blocked["here"], found.blocked["there"]
     # THEN those that took one are counted as what they cost, but for those of the last window,
     stacks = 12 * 300 / 1.1 / 8
