@@ -149,6 +149,7 @@ enum event_type {
 #define PROCESS_SETTLED 16u /* it was sent when the image's libraries were mapped */
 #define PROCESS_GONE 32u /* its helper has said what nobody has taken */
 #define PROCESS_LEFT_OUT 64u /* no target, by what the host half knows of it */
+#define PROCESS_ARGUMENTS_DUE 128u /* they were not sent at its exec, and are if it is announced */
 
 /* Bits of thread_state.flags. */
 #define THREAD_SEEDED 1u /* entered by the host half when the recording started */

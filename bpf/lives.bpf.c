@@ -15,6 +15,9 @@
 BPF_TABLE("hash", struct short_lived_key, struct short_lived_total, short_lived0, SIZED_BY_HOST);
 BPF_TABLE("hash", struct short_lived_key, struct short_lived_total, short_lived1, SIZED_BY_HOST);
 
+/* What neither a child has of its parent, nor a program of what was before it. */
+#define OF_ONE_IMAGE (PROCESS_SEEN | PROCESS_SETTLED | PROCESS_GONE | PROCESS_ARGUMENTS_DUE)
+
 /* A child has its parent's interpreter at the same addresses, until it calls exec. */
 static __always_inline void inherit_python(u32 parent_tgid, u64 parent_image, u32 tgid, u64 image)
 {
@@ -60,7 +63,7 @@ int on_fork(struct raw_tracepoint *ctx)
 		if (!setting(SETTING_FOLLOW_CHILDREN) && parent->flags & PROCESS_TARGET)
 			return 0;
 		created.image = now_ns;
-		created.flags = parent->flags & ~(PROCESS_SEEN | PROCESS_SETTLED | PROCESS_GONE);
+		created.flags = parent->flags & ~OF_ONE_IMAGE;
 		inherit_mappings(parent, parent_tgid, &created);
 		if (processes.update(&tgid, &created)) {
 			count(LOST_PROCESSES_FULL);
@@ -222,11 +225,14 @@ int on_exec(struct raw_tracepoint *ctx)
 	process->mappings_tgid = 0;
 	if (process->flags & PROCESS_AT_EXEC)
 		process->flags = PROCESS_TARGET;
-	process->flags &= ~(PROCESS_SEEN | PROCESS_SETTLED | PROCESS_GONE);
+	process->flags &= ~OF_ONE_IMAGE;
 	if (!(process->flags & PROCESS_TARGET) || !is_recorded(now_ns))
 		return 0;
-	if (is_told_of(process, now_ns)) /* else if it is announced */
+	/* Of most short-lived programs there is never a capture. */
+	if (is_told_of(process, now_ns))
 		send_arguments(task, tgid, now_ns);
+	else
+		process->flags |= PROCESS_ARGUMENTS_DUE;
 	if (!host(WITH_OFF_CPU))
 		return 0;
 	thread = thread_of(tgid, task, tgid, now_ns);

@@ -193,9 +193,10 @@ static __always_inline void announce(struct process_state *process, u32 tgid)
 	is_settled = now_ns - process->image >= SETTLE_NS;
 	if (process->flags & PROCESS_SEEN && !is_settled)
 		return;
-	/* Of most there is never a capture: with BY_CHANCE an exec does not tell of them. */
-	if (host(BY_CHANCE) && !(process->flags & PROCESS_SEEN))
+	if (process->flags & PROCESS_ARGUMENTS_DUE) {
+		process->flags &= ~PROCESS_ARGUMENTS_DUE;
 		send_arguments(current_task(), tgid, process->image);
+	}
 	process->flags |= is_settled ? PROCESS_SEEN | PROCESS_SETTLED : PROCESS_SEEN;
 	send_seen(process, tgid, now_ns);
 }

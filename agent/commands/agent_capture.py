@@ -75,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         type=duration_ns,
         default=0,
-        help="the newest of what the agent has on disk, in windows of up to five seconds",
+        help="the newest of what the agent has on disk, in windows of five seconds, or of up to a"
+        " minute where there is much to do",
     )
     parser.add_argument(
         "-F",

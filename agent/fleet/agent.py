@@ -90,8 +90,8 @@ _WINDOW_NS = 5_000_000_000
 # to be done so many times less often.
 _TELL_NS, _MOST_SELDOM = _WINDOW_NS, 4
 
-# Who asks for the newest that was recorded waits so long for the open window, which may be of half
-# a minute; to close one takes less, but for a crowded host.
+# Who asks for the newest that was recorded waits so long for the open window, which may be of a
+# minute; to close one takes less, but for a crowded host.
 _NEWEST_S, _NEWEST_LOOK_S = 5.0, 0.05
 
 # How soon a naming process that ended is started again, so that one that cannot run is no flood.
@@ -490,7 +490,10 @@ class _Agent:
         if window.end_ns - self._told_ns >= _TELL_NS * seldom:
             self._told_ns = window.end_ns
             self._tell_windows()
-        is_long = window.end_ns - stretch.started_ns >= self._config.agent.stretch * _NS_PER_S
+        # With one more window it would be further from what is wanted.
+        half_ns = (window.end_ns - window.start_ns) // 2
+        wanted_ns = self._config.agent.stretch * _NS_PER_S
+        is_long = window.end_ns + half_ns - stretch.started_ns >= wanted_ns
         if is_long and not self._signals.requested:  # what comes at the end has no length
             self._cut()
 

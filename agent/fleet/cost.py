@@ -44,9 +44,9 @@ _LEAST_SHARE = 0.1
 _REMEMBERED = 0.9
 # But no more of it in one window than ten seconds' worth: they are long where there is much to do.
 _MOST_FORGOTTEN_NS = 10 * _S
-# Switches a second: below, a load is forgotten. One in a window of half a minute is more than that,
+# Switches a second: below, a load is forgotten. One in a window of a minute is more than that,
 # and whose switches are so few gets all of their stacks.
-_LEAST_DEMAND = 0.03
+_LEAST_DEMAND = 0.015
 # Chances are made better only if that is worth it: a load that trembles leaves them as they are.
 _BETTER = 0.75
 # Before anything is known of a host: 50,000 switches a second take 3 ms for stacks.
@@ -72,7 +72,8 @@ _THRIFT_OF_SAMPLES = 4
 # From here on windows wait for their names, for so long at most (fleet/stretch_naming.py): what
 # reads files for these is started each time, for each container. Labels and what is to be left out
 # do not wait. So cost comes in lumps, and what is judged is as long.
-THRIFT_OF_NAMES, NAMES_WAIT_NS = 8, 60 * _S
+# Less than a minute by what windows of a minute vary.
+THRIFT_OF_NAMES, NAMES_WAIT_NS = 8, 58 * _S
 # A start, or a build that forks for a moment, is no news.
 _OVER_NS_UNTIL_SAID = 10 * _S
 # Of what is left for stacks and stalls: a device that is sampled leaves room for stacks of waits.

@@ -44,6 +44,7 @@ class ProcessFlag(enum.IntFlag):
     SETTLED = 16
     GONE = 32
     LEFT_OUT = 64
+    ARGUMENTS_DUE = 128
 
 
 THREAD_SEEDED = 1  # bit of thread_state.flags

@@ -47,7 +47,7 @@ _TIMED_PROCESSES_MAX = 1024
 _CGROUPS_MAX = 4096
 # Cgroups, parents and names of short-lived processes in a window: where each has another parent,
 # those that find no room are told of by themselves.
-_SHORT_LIVED_MAX = 2048
+_SHORT_LIVED_MAX = 4096
 # Threads in a long wait that chance did not choose: as many as threads are followed.
 _SWEPT_MAX = 65536
 BCC_HINT = "apt-get install python3-bpfcc  (Fedora: dnf install python3-bcc)"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -184,6 +184,7 @@ class Lives:
         self.lost = 0
         self._lives: dict[int, list[Life]] = {}  # by pid, in order of their beginnings
         self._past: deque[_Past] = deque()  # of a pid that has lives as well, older ones
+        self._are_past = Counter[int]()  # in how many of these a pid is
         self._ends = 0  # that were told of
         self._ended: deque[tuple[int, int, int]] = deque()  # numbers of ends, pids, and when
         self._only: set[int] | None = None
@@ -224,16 +225,15 @@ class Lives:
         records, self._read_ns = self._read()
         if not len(records):
             return
-        ends_before = self._ends
-        end_numbers = ends_before + np.cumsum(records.numbers == EXIT)
+        end_numbers = self._ends + np.cumsum(records.numbers == EXIT)
         past, at_once = self._past_of(records, end_numbers)
         self._take_in(records, at_once, end_numbers, past)
-        self._ends = int(end_numbers[-1])
         if past is not None:
             past.size += sum(len(life.mapped) for life in past.forked.values())
             self._past.append(past)
+            self._are_past.update(past.spans.keys())
             self._mapped += past.size
-        self._forget(self._ends)
+        self._forget(self._ends if self._only is not None else int(end_numbers[-1]))
         self._bound()
 
     def _past_of(
@@ -288,6 +288,8 @@ class Lives:
         for at, number, pid, ns, ends in zip(
             chosen.tolist(), *(each[chosen].tolist() for each in rows), strict=True
         ):
+            if self._only is not None:  # others' ends are of no concern
+                ends = self._ends + (number == EXIT and pid in self._lives)
             self._forget(ends - (number == EXIT))
             if number == FORK:
                 life = self._fork(ns, pid, int(records.parents[at]))
@@ -316,7 +318,7 @@ class Lives:
     def _newest_first(self, pid: int, until_ns: int) -> Iterator[Life]:
         """Yields the lives of a pid, but for some that begin after a time."""
         yield from reversed(self._lives.get(pid, ()))
-        for past in reversed(self._past):
+        for past in reversed(self._past) if pid in self._are_past else ():
             if past.first_ns <= until_ns:
                 size = past.size
                 lives = past.lives_of(pid, self._ends - _MAX_ENDED)
@@ -357,11 +359,16 @@ class Lives:
 
         Its first thread has ended then, and others go on.
         """
-        if pid not in self._lives:
+        if pid not in self._lives and pid in self._are_past:
             for past in reversed(self._past):
+                size = past.size
                 lives = past.lives_of(pid, self._ends - _MAX_ENDED)
                 if lives:
+                    self._mapped += past.size - size
+                    past.size -= sum(map(_size, lives))
+                    del past.made_out[pid]
                     _, end, number = past.spans.pop(pid)
+                    self._leave_past(pid)
                     bisect.insort(self._ended, (number, pid, int(past.records.ns[end - 1])))
                     self._lives[pid] = lives
                     break
@@ -379,19 +386,31 @@ class Lives:
         while self._ended and self._ended[0][0] <= ends - _MAX_ENDED:
             self._drop_ended()
         while self._past and self._past[0].last_end <= ends - _MAX_ENDED:
-            self._mapped -= self._past.popleft().size
+            self._drop_past()
 
     def _bound(self) -> None:
         """Forgets lives where there is too much of all of them: first of those that have ended."""
         while self._mapped > _MAX_MAPPED_BY_ALL and (self._ended or self._past):
             if self._past and (not self._ended or self._past[0].last_end < self._ended[0][0]):
-                self._mapped -= self._past.popleft().size
+                self._drop_past()
             else:
                 self._drop_ended()
         while self._mapped > _MAX_MAPPED_BY_ALL and len(self._lives) > 1:
             oldest = next(iter(self._lives))
             self._drop(oldest, self._lives[oldest][-1].begun_ns)
             self.lost += 1
+
+    def _drop_past(self) -> None:
+        """Forgets the processes that were read together first."""
+        past = self._past.popleft()
+        self._mapped -= past.size
+        for pid in past.spans:
+            self._leave_past(pid)
+
+    def _leave_past(self, pid: int) -> None:
+        self._are_past[pid] -= 1
+        if not self._are_past[pid]:
+            del self._are_past[pid]
 
     def _drop_ended(self) -> None:
         """Forgets the process that ended first."""

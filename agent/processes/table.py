@@ -47,6 +47,8 @@ _TOLD_OF = 2
 
 # Names of short-lived processes of a cgroup that are told apart, and what others are called.
 _MOST_JOINED_NAMES, _OTHERS = 64, "[short-lived]"
+# Images of which others stand for them, in a window: 100 bytes each, twice.
+_MOST_STAND_INS = 1 << 15
 # Of pids, PID_MAX_LIMIT (include/linux/threads.h): a number with its image tells a process, and
 # takes a third of a pair's memory.
 _PID_BITS = 22
@@ -409,6 +411,11 @@ class ProcessTable:
         stands = self._joined_to(image, cgroup_id, parent_pid, name)
         self._stand_ins[image << _PID_BITS | pid] = stands
         self.joined += 1
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether many images were joined, each by itself, in the open window."""
+        return len(self._stand_ins) > _MOST_STAND_INS
 
     def name_told(self, pid: int, image: int) -> str:
         """Returns what the kernel told that an image is called, "" where it did not."""

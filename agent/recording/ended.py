@@ -16,8 +16,9 @@ from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable,
 from aiflame.agent.recording.thread_times import ThreadTimes
 from aiflame.agent.recording.window_builder import WindowBuilder
 
-# Windows for which those that have ended are still known.
-_GRACE_WINDOWS = 3
+# For how long those that have ended are still known: for three windows, or where these are long for
+# two. In a window of a minute, tens of thousands may end.
+_GRACE_WINDOWS, _LEAST_GRACE_WINDOWS, _GRACE_NS = 3, 2, 15_000_000_000
 # How often it is looked for those of whose end nobody has told: of a process that ends right after
 # an exec nobody does. It takes 1 us for each that lives.
 _IMAGES_NS = 8_000_000_000
@@ -73,7 +74,7 @@ class Ended:
         self._of_binaries = of_binaries
         self._used_binaries = used_binaries
         self._used_images = used_images
-        self._waiting: deque[tuple[list[ProcessImage], list[ThreadInfo]]] = deque()
+        self._waiting: deque[tuple[int, list[ProcessImage], list[ThreadInfo]]] = deque()
         self._images_ns = self._binaries_ns = 0  # when it was looked, since the recording's start
         self._unused: set[int] = set()
 
@@ -86,12 +87,18 @@ class Ended:
         if now_ns - self._binaries_ns >= _BINARIES_NS:
             self._binaries_ns = now_ns
             self._forget_binaries()
-        self._waiting.append(self._table.take_ended())
-        if len(self._waiting) > _GRACE_WINDOWS:
-            images, threads = self._waiting.popleft()
+        self._waiting.append((now_ns, *self._table.take_ended()))
+        while self._is_over(now_ns):
+            _, images, threads = self._waiting.popleft()
             used = self._used_images()
-            self._waiting[-1][0].extend(image for image in images if image.index in used)
+            self._waiting[-1][1].extend(image for image in images if image.index in used)
             self._forget([image for image in images if image.index not in used], threads)
+
+    def _is_over(self, now_ns: int) -> bool:
+        """Whether those that have waited longest have waited long enough."""
+        windows = len(self._waiting) - 1
+        is_long = now_ns - self._waiting[0][0] >= _GRACE_NS
+        return windows >= (_LEAST_GRACE_WINDOWS if is_long else _GRACE_WINDOWS)
 
     def _forget(self, images: list[ProcessImage], threads: list[ThreadInfo]) -> None:
         for image in images:

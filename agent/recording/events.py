@@ -92,13 +92,11 @@ class Events:
                 self._follow_mappings()
             elif kind == abi.EventType.EXEC:
                 _, pid, image, size = _BECOMES.unpack_from(payload)
-                self._table.has_become(
-                    pid,
-                    image,
-                    payload[_BECOMES.size : _BECOMES.size + size],
-                    # What fills the room may have been cut.
-                    is_whole=0 < size < abi.ARGUMENTS_BYTES - 1,
-                )
+                arguments = payload[_BECOMES.size : _BECOMES.size + size]
+                # What fills the room may have been cut. Without a NUL at its end, it is a title
+                # that the program gave itself, and that goes on elsewhere.
+                is_whole = size < abi.ARGUMENTS_BYTES - 1 and arguments.endswith(b"\0")
+                self._table.has_become(pid, image, arguments, is_whole=is_whole)
             elif kind == abi.EventType.PROCESS_EXIT:
                 _, pid, _, _, image, ns, _, _ = _PROCESS.unpack(payload)
                 self._table.exited(pid, image, ns)

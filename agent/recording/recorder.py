@@ -697,7 +697,9 @@ class Recorder:
                 is_asked = self.events.take()
                 is_wanted = self._ends_wanted != self._ends_made
                 self._ends_made = self._ends_wanted
-                is_full = self._window.is_filling or (is_asked and self._fill.are_sums_many)
+                parts = (self._window, self.thread_times, self.table)
+                is_full = any(part.is_filling for part in parts)
+                is_full |= is_asked and self._fill.are_sums_many
                 if is_wanted or is_full:
                     give(self._next_window())
                     window_begin_ns = next_ns - INTERVAL_NS

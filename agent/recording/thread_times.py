@@ -41,6 +41,9 @@ _KNOWN_DTYPE = np.dtype(
 # Of a thread whose number windows do not know any more; there are never so many.
 _NO_NUMBER = np.iinfo(np.uint32).max
 
+# Ends of threads in a window, of 20,000: they are copied to be looked at.
+_MOST_ENDS_BYTES = 1 << 22
+
 # Keys and values of sums.
 Part = tuple[Array, Array]
 
@@ -94,6 +97,11 @@ class ThreadTimes:
     def end(self, event: bytes) -> None:
         """Takes note that a thread has ended, by its THREAD_EVENT_DTYPE."""
         self._ends += event
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether many threads have ended in the open window."""
+        return len(self._ends) > _MOST_ENDS_BYTES
 
     def join(self, boundary_ns: int, keys: Array, totals: Array) -> None:
         """Takes in what short-lived processes had in the window that is open.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from aiflame.agent.kernel.life_events import (
@@ -299,6 +300,14 @@ def _anything(dice: random.Random, pids: range, count: int) -> list[LifeEvent]:
     return found
 
 
+def _check_sizes(lives: Lives) -> None:
+    """What bounds memory is what there is."""
+    of_lives = sum(len(life.mapped) for each in lives._lives.values() for life in each)
+    assert lives._mapped == of_lives + sum(past.size for past in lives._past)
+    pids = Counter(pid for past in lives._past for pid in past.spans)
+    assert pids == lives._are_past
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_what_is_read_together_is_what_is_read_one_by_one(
     seed: int, monkeypatch: pytest.MonkeyPatch
@@ -324,6 +333,7 @@ def test_what_is_read_together_is_what_is_read_one_by_one(
         for pid in dice.sample(pids, 2):
             ns = dice.randrange(now[-1].ns + 1)
             assert together.find(pid, ns) == singly.find(pid, ns)
+            _check_sizes(together)
     assert together.lost == singly.lost
     for pid in pids:
         assert together.find(pid, 1 << 40) == singly.find(pid, 1 << 40)

@@ -84,6 +84,8 @@ class _Host:
             _fill=Fill(),
             _drain_stacks=lambda: self.drains.append(self.second),
             _window=Window(),
+            thread_times=SimpleNamespace(is_filling=False),
+            table=SimpleNamespace(is_filling=False),
             devices=Devices(),
             sleepers=SimpleNamespace(walk_again=lambda: self.walks.append(self.second)),
             calls=SimpleNamespace(poll=lambda: None, is_waiting=False),
