@@ -228,7 +228,7 @@ int on_exec(struct raw_tracepoint *ctx)
 	process->flags &= ~OF_ONE_IMAGE;
 	if (!(process->flags & PROCESS_TARGET) || !is_recorded(now_ns))
 		return 0;
-	/* Of most short-lived programs there is never a capture. */
+	/* Of most short-lived programs there is never a sample, or a stack of a wait. */
 	if (is_told_of(process, now_ns))
 		send_arguments(task, tgid, now_ns);
 	else

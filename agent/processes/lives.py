@@ -15,8 +15,9 @@ import bisect
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -115,51 +116,68 @@ def _read_nothing() -> tuple[LifeRecords, int]:
     return LifeRecords.of(()), 0
 
 
+class _End(NamedTuple):
+    """A process has ended: as which of all that have, who, and when."""
+
+    number: int
+    pid: int
+    ns: int
+
+
+class _Span(NamedTuple):
+    """Where the records of a process begin and end in a batch, and the number of its end."""
+
+    begin: int
+    end: int
+    end_number: int
+
+
 @dataclass(slots=True)
-class _Past:
-    """Processes that began and ended between two reads, made out when somebody asks for one.
+class _Batch:
+    """Processes that began and ended between two reads, decoded when somebody asks for one.
 
     Attributes:
         records: What was told of them, sorted by pid, then in order.
-        spans: By pid, where its records begin and end, and the number of its end.
+        spans: Of each, by pid.
         parents: What their parents were when they made them, by pid, None where not known: of those
             of which nothing else was told then.
-        forked: What the others began as.
+        forked: What the others began as, by pid.
         size: How many mappings this counts for.
         first_ns: Of all records.
         last_end: The highest number of an end.
         has_gap: Events were lost since that may have been about them.
-        made_out: By pid.
+        decoded: The lives of those that somebody has asked for, by pid.
     """
 
     records: LifeRecords
-    spans: dict[int, tuple[int, int, int]]
+    spans: dict[int, _Span]
     parents: dict[int, Life | None]
     forked: dict[int, Life]
     size: int
     first_ns: int
     last_end: int
     has_gap: bool = False
-    made_out: dict[int, list[Life]] = field(default_factory=dict)
+    decoded: dict[int, list[Life]] = field(default_factory=dict)
 
     def lives_of(self, pid: int, forgotten: int) -> list[Life]:
         """Returns the lives of a process, unless the number of its end is one that is forgotten."""
-        begin, end, end_number = self.spans.get(pid, (0, 0, forgotten))
-        if end_number <= forgotten:
+        span = self.spans.get(pid)
+        if span is None or span.end_number <= forgotten:
             return []
-        lives = self.made_out.get(pid)
+        lives = self.decoded.get(pid)
         if lives is None:
-            lives = self.made_out[pid] = self._make_out(pid, begin, end)
+            lives = self.decoded[pid] = self._decode(pid, span)
         return lives
 
-    def _make_out(self, pid: int, begin: int, end: int) -> list[Life]:
+    def _decode(self, pid: int, span: _Span) -> list[Life]:
         forked = self.forked.get(pid)
         if forked is None:
-            ns, parent_pid = int(self.records.ns[begin]), int(self.records.parents[begin])
+            ns = int(self.records.ns[span.begin])
+            parent_pid = int(self.records.parents[span.begin])
             forked = _child_of(self.parents[parent_pid], ns, parent_pid)
         lives = [forked]
         grown = len(forked.mapped)
-        for at in range(begin + 1, end - 1):
+        for at in range(span.begin + 1, span.end - 1):
             grown += _live_on(lives, self.records.event(at))
         self.size += max(grown, 0)
         if self.has_gap:
@@ -183,10 +201,10 @@ class Lives:
         self._read_ns = 0
         self.lost = 0
         self._lives: dict[int, list[Life]] = {}  # by pid, in order of their beginnings
-        self._past: deque[_Past] = deque()  # of a pid that has lives as well, older ones
-        self._are_past = Counter[int]()  # in how many of these a pid is
+        self._batches: deque[_Batch] = deque()  # of a pid that has lives as well, older ones
+        self._in_batches = Counter[int]()  # in how many of these a pid is
         self._ends = 0  # that were told of
-        self._ended: deque[tuple[int, int, int]] = deque()  # numbers of ends, pids, and when
+        self._ended: deque[_End] = deque()
         self._only: set[int] | None = None
         self._mapped = 0
 
@@ -226,64 +244,50 @@ class Lives:
         if not len(records):
             return
         end_numbers = self._ends + np.cumsum(records.numbers == EXIT)
-        past, at_once = self._past_of(records, end_numbers)
-        self._take_in(records, at_once, end_numbers, past)
-        if past is not None:
-            past.size += sum(len(life.mapped) for life in past.forked.values())
-            self._past.append(past)
-            self._are_past.update(past.spans.keys())
-            self._mapped += past.size
+        over = self._over_of(records)
+        if over is None:
+            self._take_in(records, np.arange(len(records)), end_numbers)
+        else:
+            parents = {
+                pid: None if (parent := self._current(pid)) is None else parent.child(0, 0)
+                for pid in np.unique(over.parents[~over.has_parent_changed]).tolist()
+            }
+            of_changed = {*records.pids[over.forks_in_order].tolist()}
+            forked = self._take_in(records, over.left(len(records)), end_numbers, of_changed)
+            self._add(_batch_of(records, over, end_numbers, parents, forked))
         self._forget(self._ends if self._only is not None else int(end_numbers[-1]))
         self._bound()
 
-    def _past_of(
-        self, records: LifeRecords, end_numbers: npt.NDArray[np.int64]
-    ) -> tuple[_Past | None, npt.NDArray[np.int64]]:
-        """Returns those that are over, if they are many, and what is to be taken in at once."""
-        everything = np.arange(len(records))
+    def _over_of(self, records: LifeRecords) -> _Over | None:
+        """Returns those that are over and can wait to be decoded, None where they are few."""
         # Who descends from whom is only known in order; whom what was lost was about, not at all.
         if self._only is not None or (records.numbers == LOST).any():
-            return None, everything
+            return None
         over = _over(records)
-        is_new = [pid not in self._lives for pid in records.pids[over.at[over.begins]].tolist()]
+        is_new = [pid not in self._lives for pid in records.pids[over.forks].tolist()]
         over = over.chosen(np.array(is_new, bool))
-        if len(over.begins) < _LEAST_TOGETHER:
-            return None, everything
-        sizes = over.ends - over.begins
-        ends = np.cumsum(sizes)
-        at = over.at[np.repeat(over.begins - (ends - sizes), sizes) + np.arange(ends[-1])]
-        pids = records.pids[over.at[over.begins]].tolist()
-        numbers = end_numbers[over.at[over.ends - 1]]
-        rows = zip((ends - sizes).tolist(), ends.tolist(), numbers.tolist(), strict=True)
-        parents = {
-            pid: None if (parent := self._current(pid)) is None else parent.child(0, 0)
-            for pid in np.unique(over.parents[~over.has_parent_changed]).tolist()
-        }
-        chosen = records.chosen(at)
-        inherited = sum(len(life.mapped) for life in parents.values() if life is not None)
-        past = _Past(
-            chosen,
-            dict(zip(pids, rows, strict=True)),
-            parents,
-            {},
-            inherited + max(len(at), len(chosen.data) // _MAPPED_BYTES),
-            int(records.ns[0]),
-            int(numbers.max()),
-        )
-        is_left = np.ones(len(records), bool)
-        is_left[at] = False
-        is_left[over.at[over.begins[over.has_parent_changed]]] = True  # these forks, in order
-        return past, np.flatnonzero(is_left)
+        return over if len(over.begins) >= _LEAST_TOGETHER else None
 
     def _take_in(
         self,
         records: LifeRecords,
         chosen: npt.NDArray[np.int64],
         end_numbers: npt.NDArray[np.int64],
-        past: _Past | None,
-    ) -> None:
-        """Takes in some records in order; what those that are past began as goes there."""
+        of_batch: Collection[int] = (),
+    ) -> dict[int, Life]:
+        """Takes in some records in order.
+
+        Args:
+            records: All of them.
+            chosen: Where those are.
+            end_numbers: For each of all, how many processes have ended with it.
+            of_batch: Pids that only begin here: the rest of them is for a batch.
+
+        Returns:
+            What these began as, of so many as there is room for.
+        """
         rows = (records.numbers, records.pids, records.ns, end_numbers)
+        forked: dict[int, Life] = {}
         inherited = 0
         for at, number, pid, ns, ends in zip(
             chosen.tolist(), *(each[chosen].tolist() for each in rows), strict=True
@@ -293,44 +297,43 @@ class Lives:
             self._forget(ends - (number == EXIT))
             if number == FORK:
                 life = self._fork(ns, pid, int(records.parents[at]))
-                if life is None:
-                    continue
-                if past is not None and pid in past.spans:
-                    if inherited < _MAX_MAPPED_BY_ALL:
-                        inherited += len(life.mapped)
-                        past.forked[pid] = life
-                    else:
-                        del past.spans[pid]
-                else:
+                if life is not None and pid not in of_batch:
                     self._enter(pid, life)
-            elif number == LOST:
-                self._take(records.event(at))
-            elif self._only is not None and pid not in self._only:
+                elif life is not None and inherited < _MAX_MAPPED_BY_ALL:
+                    inherited += len(life.mapped)
+                    forked[pid] = life
+            elif number != LOST and self._only is not None and pid not in self._only:
                 continue
             elif number == EXIT:
                 if pid in self._lives:
-                    self._ended.append((ends, pid, ns))
+                    self._ended.append(_End(ends, pid, ns))
                 self._forget(ends)
             else:
                 self._take(records.event(at))
             self._bound()
+        return forked
+
+    def _add(self, batch: _Batch) -> None:
+        self._batches.append(batch)
+        self._in_batches.update(batch.spans.keys())
+        self._mapped += batch.size
 
     def _newest_first(self, pid: int, until_ns: int) -> Iterator[Life]:
         """Yields the lives of a pid, but for some that begin after a time."""
         yield from reversed(self._lives.get(pid, ()))
-        for past in reversed(self._past) if pid in self._are_past else ():
-            if past.first_ns <= until_ns:
-                size = past.size
-                lives = past.lives_of(pid, self._ends - _MAX_ENDED)
-                self._mapped += past.size - size
+        for batch in reversed(self._batches) if pid in self._in_batches else ():
+            if batch.first_ns <= until_ns:
+                size = batch.size
+                lives = batch.lives_of(pid, self._ends - _MAX_ENDED)
+                self._mapped += batch.size - size
                 yield from reversed(lives)
 
     def _lose(self, event: Lost) -> None:
         """Nobody knows whose events they were."""
         self.lost += event.records
-        for past in self._past:
-            past.has_gap = True
-            for lives in past.made_out.values():
+        for batch in self._batches:
+            batch.has_gap = True
+            for lives in batch.decoded.values():
                 _note_gap(lives)
         for lives in self._lives.values():
             _note_gap(lives)
@@ -355,21 +358,22 @@ class Lives:
         self._mapped += _live_on(self._lives.setdefault(event.pid, []), event)
 
     def _own(self, pid: int) -> list[Life]:
-        """Returns the lives of a pid to which more is to come, also where it is past.
+        """Returns the lives of a pid to which more is to come, also where it is in a batch.
 
         Its first thread has ended then, and others go on.
         """
-        if pid not in self._lives and pid in self._are_past:
-            for past in reversed(self._past):
-                size = past.size
-                lives = past.lives_of(pid, self._ends - _MAX_ENDED)
+        if pid not in self._lives and pid in self._in_batches:
+            for batch in reversed(self._batches):
+                size = batch.size
+                lives = batch.lives_of(pid, self._ends - _MAX_ENDED)
                 if lives:
-                    self._mapped += past.size - size
-                    past.size -= sum(map(_size, lives))
-                    del past.made_out[pid]
-                    _, end, number = past.spans.pop(pid)
-                    self._leave_past(pid)
-                    bisect.insort(self._ended, (number, pid, int(past.records.ns[end - 1])))
+                    self._mapped += batch.size - size
+                    batch.size -= sum(map(_size, lives))
+                    del batch.decoded[pid]
+                    span = batch.spans.pop(pid)
+                    self._leave_batch(pid)
+                    ended_ns = int(batch.records.ns[span.end - 1])
+                    bisect.insort(self._ended, _End(span.end_number, pid, ended_ns))
                     self._lives[pid] = lives
                     break
         return self._lives.get(pid, [])
@@ -383,16 +387,18 @@ class Lives:
     def _forget(self, ends: int) -> None:
         """Forgets those that have ended before many others, of so many that have ended."""
         self._ends = ends
-        while self._ended and self._ended[0][0] <= ends - _MAX_ENDED:
+        while self._ended and self._ended[0].number <= ends - _MAX_ENDED:
             self._drop_ended()
-        while self._past and self._past[0].last_end <= ends - _MAX_ENDED:
-            self._drop_past()
+        while self._batches and self._batches[0].last_end <= ends - _MAX_ENDED:
+            self._drop_batch()
 
     def _bound(self) -> None:
         """Forgets lives where there is too much of all of them: first of those that have ended."""
-        while self._mapped > _MAX_MAPPED_BY_ALL and (self._ended or self._past):
-            if self._past and (not self._ended or self._past[0].last_end < self._ended[0][0]):
-                self._drop_past()
+        while self._mapped > _MAX_MAPPED_BY_ALL and (self._ended or self._batches):
+            if self._batches and (
+                not self._ended or self._batches[0].last_end < self._ended[0].number
+            ):
+                self._drop_batch()
             else:
                 self._drop_ended()
         while self._mapped > _MAX_MAPPED_BY_ALL and len(self._lives) > 1:
@@ -400,17 +406,17 @@ class Lives:
             self._drop(oldest, self._lives[oldest][-1].begun_ns)
             self.lost += 1
 
-    def _drop_past(self) -> None:
+    def _drop_batch(self) -> None:
         """Forgets the processes that were read together first."""
-        past = self._past.popleft()
-        self._mapped -= past.size
-        for pid in past.spans:
-            self._leave_past(pid)
+        batch = self._batches.popleft()
+        self._mapped -= batch.size
+        for pid in batch.spans:
+            self._leave_batch(pid)
 
-    def _leave_past(self, pid: int) -> None:
-        self._are_past[pid] -= 1
-        if not self._are_past[pid]:
-            del self._are_past[pid]
+    def _leave_batch(self, pid: int) -> None:
+        self._in_batches[pid] -= 1
+        if not self._in_batches[pid]:
+            del self._in_batches[pid]
 
     def _drop_ended(self) -> None:
         """Forgets the process that ended first."""
@@ -503,6 +509,31 @@ class _Over:
     parents: npt.NDArray[np.uint32]
     has_parent_changed: npt.NDArray[np.bool_]
 
+    @property
+    def forks(self) -> npt.NDArray[np.int64]:
+        """Where each begins."""
+        return self.at[self.begins]
+
+    @property
+    def forks_in_order(self) -> npt.NDArray[np.int64]:
+        """Where those begin that depend on what their parents were just then."""
+        return self.forks[self.has_parent_changed]
+
+    @property
+    def all_at(self) -> npt.NDArray[np.int64]:
+        """Where all records of these are, sorted by pid, then in order."""
+        sizes = self.ends - self.begins
+        shifts = self.begins - (np.cumsum(sizes) - sizes)
+        chosen: npt.NDArray[np.int64] = np.repeat(shifts, sizes) + np.arange(sizes.sum())
+        return self.at[chosen]
+
+    def left(self, count: int) -> npt.NDArray[np.int64]:
+        """Returns where those of all records are that are to be taken in at once."""
+        is_left = np.ones(count, bool)
+        is_left[self.all_at] = False
+        is_left[self.forks_in_order] = True
+        return np.flatnonzero(is_left)
+
     def chosen(self, which: npt.NDArray[np.bool_]) -> _Over:
         """Returns some of them."""
         return _Over(
@@ -526,3 +557,29 @@ def _over(records: LifeRecords) -> _Over:
     is_over &= ~np.isin(pids[begins], records.parents[records.numbers == FORK])
     parents = records.parents[at[begins]]
     return _Over(at, begins, ends, parents, np.isin(parents, pids[begins])).chosen(is_over)
+
+
+def _batch_of(
+    records: LifeRecords,
+    over: _Over,
+    end_numbers: npt.NDArray[np.int64],
+    parents: dict[int, Life | None],
+    forked: dict[int, Life],
+) -> _Batch:
+    """Makes a batch of processes, but for those whose beginning found no room.
+
+    Args: as of a `_Batch`, and of `Lives._take_in`.
+    """
+    chosen = records.chosen(over.all_at)
+    sizes = over.ends - over.begins
+    ends = np.cumsum(sizes)
+    numbers = end_numbers[over.at[over.ends - 1]]
+    rows = (records.pids[over.forks], over.has_parent_changed, ends - sizes, ends, numbers)
+    spans = {
+        pid: _Span(begin, end, number)
+        for pid, has_changed, begin, end, number in zip(*(r.tolist() for r in rows), strict=True)
+        if not has_changed or pid in forked
+    }
+    begun = [*forked.values(), *(life for life in parents.values() if life is not None)]
+    size = sum(map(_size, begun)) + max(len(chosen), len(chosen.data) // _MAPPED_BYTES)
+    return _Batch(chosen, spans, parents, forked, size, int(records.ns[0]), int(numbers.max()))

@@ -20,14 +20,14 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import loads
-from bench.kernel import Runs, bpf_stats, programs
+from bench.kernel import Runs, between, bpf_stats, programs
 from bench.usage import cpu_ns, family
 
 # A server that is asked twenty times a second, and threads that wait.
@@ -170,20 +170,6 @@ def _forks() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("processes"))
 
 
-def _grown(before: Mapping[int, Runs], now: Mapping[int, Runs]) -> list[Runs]:
-    """Returns what programs did between two moments, first those that took most."""
-    none = Runs("", 0, 0)
-    grown = [
-        Runs(
-            runs.name,
-            runs.run_time_ns - before.get(number, none).run_time_ns,
-            runs.run_count - before.get(number, none).run_count,
-        )
-        for number, runs in now.items()
-    ]
-    return sorted((runs for runs in grown if runs.run_count), key=lambda runs: -runs.run_time_ns)
-
-
 def _watch(agents: Sequence[Agent], seconds: float) -> None:
     """Prints what they take for so long."""
     before = [(agent.times(), agent.programs()) for agent in agents]
@@ -202,7 +188,7 @@ def _watch(agents: Sequence[Agent], seconds: float) -> None:
     )
     for agent, (times, earlier), seen in zip(agents, before, memory, strict=True):
         now = agent.times()
-        runs = _grown(earlier, agent.programs())
+        runs = between(earlier, agent.programs())
         took = {role: (now[role] - times.get(role, 0)) / 1e7 / took_s for role in now}
         totals = [sum(each.values()) for each in seen]
         print(
@@ -213,12 +199,13 @@ def _watch(agents: Sequence[Agent], seconds: float) -> None:
         for role in sorted(took, key=lambda role: -took[role]):
             of_role = [each.get(role, 0) for each in seen]
             print(f"    {role}: {took[role]:.2f} %, {sum(of_role) / len(of_role) / 1e6:.0f} MB")
-        for each in runs:
-            print(
-                f"    {each.name}: {each.run_time_ns / 1e7 / took_s:.2f} %,"
-                f" {each.run_count / took_s:.0f} a second of"
-                f" {each.run_time_ns / max(each.run_count, 1):.0f} ns"
-            )
+        for each in sorted(runs, key=lambda each: -each.run_time_ns):
+            if each.run_count:
+                print(
+                    f"    {each.name}: {each.run_time_ns / 1e7 / took_s:.2f} %,"
+                    f" {each.run_count / took_s:.0f} a second of"
+                    f" {each.run_time_ns / each.run_count:.0f} ns"
+                )
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import os
 import re
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,20 +114,22 @@ class Window:
         return sum(runs.run_time_ns for runs in self.runs) / 1e9 / self.seconds
 
 
+def between(before: Mapping[int, Runs], after: Mapping[int, Runs]) -> tuple[Runs, ...]:
+    """Returns what the programs that were there at both moments did in between."""
+    return tuple(
+        Runs(
+            runs.name,
+            runs.run_time_ns - before[program].run_time_ns,
+            runs.run_count - before[program].run_count,
+        )
+        for program, runs in after.items()
+        if program in before
+    )
+
+
 def watch(pid: int, seconds: float) -> Window:
     """Waits, and returns what a process's programs did meanwhile."""
     before, start_s = programs(pid), time.monotonic()
     time.sleep(seconds)
     after, end_s = programs(pid), time.monotonic()
-    return Window(
-        end_s - start_s,
-        tuple(
-            Runs(
-                runs.name,
-                runs.run_time_ns - before[program].run_time_ns,
-                runs.run_count - before[program].run_count,
-            )
-            for program, runs in after.items()
-            if program in before
-        ),
-    )
+    return Window(end_s - start_s, between(before, after))

@@ -102,6 +102,17 @@ def test_processes_and_threads_that_come_and_go_leave_nothing(recorder: _Recorde
     assert len(recorder.table.images) == 1
 
 
+def test_what_has_ended_is_forgotten_sooner_where_windows_are_long(recorder: _Recorder) -> None:
+    recorder.current[_PID] = 1
+    recorder.run(_PID, 1, _PID)
+    recorder.table.exited(_PID, 1, 5)
+    known = []
+    for _ in range(3):
+        recorder.close(60 * _S)
+        known.append(len(recorder.table.images))
+    assert known == [1, 1, 0]
+
+
 def test_the_last_word_of_a_process_may_come_windows_after_its_end(recorder: _Recorder) -> None:
     recorder.current[_PID] = 1
     recorder.run(_PID, 1, _PID)

@@ -303,9 +303,9 @@ def _anything(dice: random.Random, pids: range, count: int) -> list[LifeEvent]:
 def _check_sizes(lives: Lives) -> None:
     """What bounds memory is what there is."""
     of_lives = sum(len(life.mapped) for each in lives._lives.values() for life in each)
-    assert lives._mapped == of_lives + sum(past.size for past in lives._past)
-    pids = Counter(pid for past in lives._past for pid in past.spans)
-    assert pids == lives._are_past
+    assert lives._mapped == of_lives + sum(batch.size for batch in lives._batches)
+    pids = Counter(pid for batch in lives._batches for pid in batch.spans)
+    assert pids == lives._in_batches
 
 
 @pytest.mark.parametrize("seed", range(100))
