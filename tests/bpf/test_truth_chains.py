@@ -170,8 +170,9 @@ def test_every_stack_is_the_one_that_its_leaf_can_have(run: Run, name: str) -> N
     samples = ends.total()
     # A sample a period; a machine with other work may be late with some.
     assert samples > 0.85 * (VARIANTS[name].cpu_ms - _SETTLED_MS) * _HZ / 1000
-    # The rest: prologues of functions that realign their stack, lazy binding.
-    assert ends[StopReason.ROOTED] >= 0.995 * samples, ends
+    # The rest: prologues of functions that realign their stack, lazy binding: 0.4 % of the largest
+    # tree, and 0.2 to 0.5 % of the others, of which 1 % would be four standard deviations more.
+    assert ends[StopReason.ROOTED] >= 0.99 * samples, ends
     assert sum(n for verdict, n in verdicts.items() if verdict.is_judged) > 0.8 * samples
     assert sum(n for verdict, n in verdicts.items() if verdict.has_signal) > 0.005 * samples
     assert max(verdict.depth for verdict in verdicts) > 25

@@ -38,7 +38,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define MOST 64
+#define MOST 256
 
 cu_result cuInit(uint32_t flags);
 cu_result cuCtxCreate_v2(void **context, uint32_t flags, cu_device device);

@@ -132,8 +132,10 @@ def test_a_million_kernels_a_second_do_not_stall_the_recorder() -> None:
     assert records == 0, "what is in the ring is not read yet"
     taken = sum(one.count for one in host.times)
     assert taken % _ROWS == 0
-    assert len([one for one in host.times if one.launch_id]) == 30_000
-    assert host.lost[LossKind.KERNEL_TIMES_ADDED_UP] == taken - 30_000
+    # A slow processor reads one ring in its part of the second, others two.
+    exact = len([one for one in host.times if one.launch_id])
+    assert exact == min(taken, 30_000) > 0
+    assert host.lost[LossKind.KERNEL_TIMES_ADDED_UP] == taken - exact
     # AND the other one is read as ever
     quiet.times(_row(0))
     hear(6)

@@ -243,7 +243,7 @@ def test_a_context_that_goes_in_a_window_ends_it(standin: Path) -> None:
     with Target(standin, gpu=_ALL) as target:
         target.obey("init", "context 0", "module 1000", "function 0 scale", "destroy 0")
         with target.control():
-            for turn in range(1, 60):
+            for turn in range(1, 250):
                 target.obey("context 0", *["launch 0 500 1 0"] * 60, f"destroy {turn}")
                 if len({window.context for window in target.read().windows}) > 3:
                     break
