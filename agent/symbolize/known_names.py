@@ -6,18 +6,19 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from aiflame.agent import kernelfs
 from aiflame.agent.symbolize.recent import Recent
-from aiflame.agent.symbols.frames import SourceFrame
+from aiflame.agent.symbols.frames import Range, SourceFrame
 from aiflame.agent.symbols.kallsyms import KernelSymbols, KernelSymbolsHidden
 
-# Windows for which what is not asked for is kept, and of how many addresses: as the namer keeps
-# what it makes of them.
-_ADDRESSES = (300, 1 << 14)
+# Windows for which what is not asked for is kept, and of how many functions or lines: as the namer
+# keeps what it makes of addresses.
+_RANGES = (300, 1 << 14)
 
 # The list takes 0.1 s to read. Modules tell that they came or went; BPF programs do not.
 _LIST_S = 600.0
@@ -40,16 +41,56 @@ def _loaded(modules: str) -> frozenset[tuple[str, ...]]:
     return frozenset((*row[:2], *row[4:6]) for row in rows)
 
 
-class NamedAddress(NamedTuple):
-    """What is at an address of a file.
+class NamedRange(NamedTuple):
+    """What is at some addresses of a file, which is the same at all of them.
 
     Attributes:
-        frames: The functions, innermost first; () outside every symbol.
-        nameless_start: Where the function begins that no symbol names, None where nobody tells.
+        addresses: Which; those of a function that no symbol names begin where it does.
+        frames: The functions, innermost first; () for such a one.
     """
 
+    addresses: Range
     frames: tuple[SourceFrame, ...]
-    nameless_start: int | None
+
+
+# Of a file's number, and where the addresses begin.
+RangeKey = tuple[int, int]
+
+
+class _NamedRanges:
+    """What is known of files, found by any address; what nobody asks for goes."""
+
+    def __init__(self) -> None:
+        self._recent: Recent[RangeKey, NamedRange] = Recent(*_RANGES, leaving=self._forget)
+        self._begins: dict[int, list[int]] = {}  # of each file, sorted
+
+    def __contains__(self, key: RangeKey) -> bool:
+        return key in self._recent
+
+    def find(self, file: int, address: int) -> NamedRange | None:
+        begins = self._begins.get(file, ())
+        at = bisect_right(begins, address)
+        found = self._recent.find((file, begins[at - 1])) if at else None
+        return found if found is not None and address < found.addresses.end else None
+
+    def keep(self, file: int, named: NamedRange) -> None:
+        key = file, named.addresses.begin
+        if key not in self._recent:
+            insort(self._begins.setdefault(file, []), named.addresses.begin)
+        self._recent.keep(key, named)
+
+    def at(self, key: RangeKey) -> NamedRange | None:
+        return self._recent.find(key)
+
+    def turn(self) -> None:
+        self._recent.turn()
+
+    def _forget(self, leaving: Mapping[RangeKey, NamedRange]) -> None:
+        for file, begin in leaving:
+            begins = self._begins[file]
+            del begins[bisect_left(begins, begin)]
+            if not begins:
+                del self._begins[file]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +99,14 @@ class NameNotes:
 
     Attributes:
         turns: How often one was told.
-        used: What was known before and asked for, by file and address.
+        used: What was known before and asked for.
         new: What was not.
         gaps: Addresses that are in none of the kernel's functions.
     """
 
     turns: int
-    used: Collection[tuple[int, int]]
-    new: Mapping[tuple[int, int], NamedAddress]
+    used: Collection[RangeKey]
+    new: Mapping[RangeKey, NamedRange]
     gaps: Collection[int]
 
 
@@ -74,16 +115,15 @@ class _Journal:
     """What a copy does, from its beginning on."""
 
     turns: int = 0
-    used: set[tuple[int, int]] = field(default_factory=set)
-    new: set[tuple[int, int]] = field(default_factory=set)
+    used: set[RangeKey] = field(default_factory=set)
+    new: set[RangeKey] = field(default_factory=set)
     gaps: set[int] = field(default_factory=set)
 
 
 class KnownNames:
     """What was asked of others once, for all captures that one process makes after another.
 
-    Names in files are told by number of the file and address. Numbers are those of one recorder,
-    which gives none of them twice.
+    Files are told by their numbers, which are those of one recorder: it gives none of them twice.
 
     Args:
         load: Reads the kernel's list.
@@ -96,7 +136,7 @@ class KnownNames:
         modules: Callable[[], str] = lambda: kernelfs.read_text("/proc/modules", _MODULES_BYTES),
     ) -> None:
         self._journal: _Journal | None = None
-        self._of_files: Recent[tuple[int, int], NamedAddress] = Recent(*_ADDRESSES)
+        self._of_files = _NamedRanges()
         self._began_s = time.monotonic()
         self._load = load
         self._modules = modules
@@ -106,21 +146,18 @@ class KnownNames:
         self._gaps: set[int] = set()
         self._has_gaps = False
 
-    def __contains__(self, address: tuple[int, int]) -> bool:
-        return address in self._of_files
-
-    def find(self, address: tuple[int, int]) -> NamedAddress | None:
+    def find(self, file: int, address: int) -> NamedRange | None:
         """Returns what is at an address of a file, None where that is not known."""
-        found = self._of_files.find(address)
+        found = self._of_files.find(file, address)
         if found is not None and self._journal is not None:
-            self._journal.used.add(address)
+            self._journal.used.add((file, found.addresses.begin))
         return found
 
-    def keep(self, address: tuple[int, int], named: NamedAddress) -> None:
-        """Takes note of what is at an address of a file."""
-        self._of_files.keep(address, named)
+    def keep(self, file: int, named: NamedRange) -> None:
+        """Takes note of what is at addresses of a file."""
+        self._of_files.keep(file, named)
         if self._journal is not None:
-            self._journal.new.add(address)
+            self._journal.new.add((file, named.addresses.begin))
 
     def turn(self) -> None:
         """Tells that a window is over, or a part of one."""
@@ -128,7 +165,7 @@ class KnownNames:
         if self._journal is not None:
             self._journal.turns += 1
         if time.monotonic() - self._began_s > _NAMES_S:
-            self._of_files = Recent(*_ADDRESSES)
+            self._of_files = _NamedRanges()
             self._began_s = time.monotonic()
 
     def begin_notes(self) -> None:
@@ -138,18 +175,18 @@ class KnownNames:
     def notes(self) -> NameNotes:
         """Returns what was done since `begin_notes`, as far as it is still known."""
         journal = self._journal or _Journal()
-        found = {address: self._of_files.find(address) for address in journal.new}
-        new = {address: named for address, named in found.items() if named is not None}
+        found = {key: self._of_files.at(key) for key in journal.new}
+        new = {key: named for key, named in found.items() if named is not None}
         return NameNotes(journal.turns, journal.used - journal.new, new, journal.gaps)
 
     def learn(self, notes: NameNotes) -> None:
         """Takes in what a copy of this process has done."""
         for _ in range(notes.turns):
             self.turn()
-        for address in notes.used:
-            self.find(address)
-        for address, named in notes.new.items():
-            self.keep(address, named)
+        for key in notes.used:
+            self.find(*key)
+        for (file, _), named in notes.new.items():
+            self.keep(file, named)
         for gap in notes.gaps:
             self.tell_gap(gap)
 

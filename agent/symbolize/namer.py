@@ -37,7 +37,7 @@ from aiflame.agent.python.splice import Role, role_of
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.python.walk import PythonFrame
 from aiflame.agent.symbolize.files import Files
-from aiflame.agent.symbolize.known_names import KnownNames, NamedAddress
+from aiflame.agent.symbolize.known_names import KnownNames, NamedRange
 from aiflame.agent.symbolize.mapped import MappedProcess, by_process
 from aiflame.agent.symbolize.raw_stacks import I64, KERNEL_OWNER, U64, RawRow, RawStacks
 from aiflame.agent.symbolize.recent import Recent
@@ -102,7 +102,6 @@ class Location:
         return self.sources[-1].name if self.sources else self.label
 
 
-_NAMELESS = NamedAddress((), None)
 # Stands for one that is not named yet.
 _UNNAMED = Location()
 
@@ -143,7 +142,7 @@ class Namer:
         self._headers: Recent[int, Headers | None] = Recent(*_FILES)
         self._interpreters: Recent[int, Interpreter | None] = Recent(*_FILES)
         self._processes: Recent[tuple[int, bytes], MappedProcess] = Recent(*_PROCESSES)
-        self._expected: dict[tuple[int, int], NamedAddress] = {}
+        self._expected: dict[tuple[int, int], NamedRange | None] = {}
         self._losses: Counter[LossKind] = Counter()
         self.jit_symbols: dict[tuple[int, int], str] = {}
 
@@ -223,7 +222,7 @@ class Namer:
                     mapped = self._mapped(process, mappings[process])
                     addresses = raw.addresses[raw.owners == process]
                     for key in zip(*_in_files(mapped, addresses), strict=True):
-                        if key not in self._locations and key not in self._known:
+                        if key not in self._locations and self._known.find(*key) is None:
                             new[key[0]].add(key[1])
         self._expected = self._asked(new, files.__getitem__)
 
@@ -377,28 +376,33 @@ class Namer:
         self, facts: _Facts, wanted: dict[int, list[tuple[int, int]]], locations: list[Location]
     ) -> None:
         """Names addresses in binaries: those that are not known are asked for together."""
-        known = self._known
-        named: dict[tuple[int, int], NamedAddress | None] = {}
+        named: dict[tuple[int, int], NamedRange | None] = {}
         new: dict[int, list[int]] = {}
         for binary, pairs in wanted.items():
             unnamed = {(binary, own) for own, _ in pairs if (binary, own) not in self._locations}
-            named.update((key, known.find(key) or self._expected.get(key)) for key in unnamed)
-            new[binary] = [own for _, own in unnamed if named[binary, own] is None]
+            for key in unnamed:
+                known = self._known.find(*key)
+                if known is not None or key in self._expected:
+                    named[key] = known or self._expected[key]
+            new[binary] = [own for _, own in unnamed if (binary, own) not in named]
         named.update(self._asked(new, facts.binary))
         for binary, pairs in wanted.items():
             for own, index in pairs:
                 key = (binary, own)
-                make = partial(self._in_binary, facts, binary, own, named.get(key) or _NAMELESS)
+                make = partial(self._in_binary, facts, binary, own, named.get(key))
                 locations[index] = self._locations.get(key, make)
 
     def _asked(
         self, new: Mapping[int, Collection[int]], file_of: Callable[[int], tuple[str, str]]
-    ) -> dict[tuple[int, int], NamedAddress]:
+    ) -> dict[tuple[int, int], NamedRange | None]:
         """Asks for names of addresses in files, and takes note of them.
 
         Args:
             new: Addresses by binary.
             file_of: Returns path and build id of a binary.
+
+        Returns:
+            By binary and address what is there; None where nothing is known.
         """
         asked: list[tuple[int, list[int]]] = []
         requests = []
@@ -409,15 +413,15 @@ class Namer:
                 path = "" if file.fd is None else f"/proc/{os.getpid()}/fd/{file.fd}"
                 requests.append(Request(path, file.root, np.array(wanted, np.uint64), str(binary)))
                 asked.append((binary, wanted))
-        found: dict[tuple[int, int], NamedAddress] = {}
+        found: dict[tuple[int, int], NamedRange | None] = {}
         for (binary, wanted), result in zip(
             asked, self._service.resolve_many(requests), strict=True
         ):
-            answers = zip(wanted, result.frames, result.nameless_starts, strict=True)
-            for own, frames, nameless_start in answers:
-                answer = found[binary, own] = NamedAddress(frames, nameless_start)
-                if frames or nameless_start is not None:  # else it may be known later
-                    self._known.keep((binary, own), answer)
+            for own, frames, around in zip(wanted, result.frames, result.ranges, strict=True):
+                found[binary, own] = None
+                if around is not None:  # else it may be known later
+                    answer = found[binary, own] = NamedRange(around, frames)
+                    self._known.keep(binary, answer)
         return found
 
     def _in_binary(
@@ -425,21 +429,21 @@ class Namer:
         facts: _Facts,
         binary: int,
         address: int,
-        named: NamedAddress,
+        named: NamedRange | None,
     ) -> Location:
         path, build_id = facts.binary(binary)
         binary_id = self._ids.binary(path, build_id)
-        chain, nameless_start = named
-        if chain:
+        if named is not None and named.frames:
             frames = tuple(
-                self._ids.frame(FrameKind.NATIVE, source, binary_id, address) for source in chain
+                self._ids.frame(FrameKind.NATIVE, source, binary_id, address)
+                for source in named.frames
             )
-            location = Location(frames, sources=chain)
-            location.is_start = roots.is_start_name(chain[-1].name)
+            location = Location(frames, sources=named.frames)
+            location.is_start = roots.is_start_name(named.frames[-1].name)
         else:
             name, is_start = self._name_by_code(facts, binary, address)
             module = path.rpartition("/")[2]
-            where = f"+{address:#x}" if nameless_start is None else f" fn@{nameless_start:#x}"
+            where = f"+{address:#x}" if named is None else f" fn@{named.addresses.begin:#x}"
             shown = name or clean_name(f"[{module}{where}]")
             location = self._labelled(shown, binary_id, address)
             location.is_start = is_start

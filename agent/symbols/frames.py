@@ -45,17 +45,25 @@ class RawFrame(NamedTuple):
     line: int
 
 
+class Range(NamedTuple):
+    """Addresses of a binary, from `begin` up to and without `end`."""
+
+    begin: int
+    end: int
+
+
 class Resolved(NamedTuple):
     """What is known of addresses of one binary, in their order.
 
     Attributes:
         chains: Frames, the innermost inlined function first; () outside every symbol.
-        nameless_starts: Where the function begins that an address is in, None but where it has no
-            symbol and is known all the same.
+        ranges: Addresses around each of which the same is known: all of its function where there
+            are no lines. A function that is known and has no symbol begins where its range does.
+            None where nothing is known.
     """
 
     chains: list[tuple[RawFrame, ...]]
-    nameless_starts: list[int | None]
+    ranges: list[Range | None]
 
     @classmethod
     def nothing(cls, count: int) -> Resolved:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiflame.agent.losses import LossKind
-from aiflame.agent.symbols.frames import Problem, RawFrame, Resolved, SourceFrame
+from aiflame.agent.symbols.frames import Problem, Range, RawFrame, Resolved, SourceFrame
 
 LENGTH = struct.Struct("<I")
 # An answer for 1,000,000 addresses of distinct functions is about 200 MB.
@@ -75,21 +75,21 @@ def unpack_frames(message: dict[str, Any], count: int) -> Frames:
 
 
 def pack_raw(resolved: Resolved) -> dict[str, Any]:
-    """The same for frames that are not demangled yet, and where functions without a name begin."""
+    """The same for frames that are not demangled yet, and of which addresses that is known."""
     table: dict[RawFrame, int] = {}
     packed = [[table.setdefault(frame, len(table)) for frame in chain] for chain in resolved.chains]
     return {
         "frames": [list(frame) for frame in table],
         "chains": packed,
-        "starts": resolved.nameless_starts,
+        "ranges": resolved.ranges,
     }
 
 
-def unpack_raw(message: dict[str, Any], count: int) -> Resolved:
+def unpack_raw(message: dict[str, Any], addresses: Sequence[int]) -> Resolved:
     """The reverse of `pack_raw`.
 
     Raises:
-        BadMessage: It is not what `pack_raw` makes for `count` addresses.
+        BadMessage: It is not what `pack_raw` makes for these addresses.
     """
     try:
         table = [
@@ -98,23 +98,33 @@ def unpack_raw(message: dict[str, Any], count: int) -> Resolved:
         chains = [tuple(table[index] for index in chain) for chain in message["chains"]]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise BadMessage(f"{type(error).__name__}: {error}") from error
-    if len(chains) != count:
-        raise BadMessage(f"{len(chains)} answers for {count} addresses")
-    return Resolved(chains, unpack_starts(message, count))
+    if len(chains) != len(addresses):
+        raise BadMessage(f"{len(chains)} answers for {len(addresses)} addresses")
+    return Resolved(chains, unpack_ranges(message, addresses))
 
 
-def unpack_starts(message: dict[str, Any], count: int) -> list[int | None]:
-    """Where functions without a name begin, as `pack_raw` has it.
+def unpack_ranges(message: dict[str, Any], addresses: Sequence[int]) -> list[Range | None]:
+    """Of which addresses the same is known, as `pack_raw` has it.
 
     Raises:
-        BadMessage: It is not what `pack_raw` makes for `count` addresses.
+        BadMessage: It is not what `pack_raw` makes for these addresses.
     """
-    starts = message.get("starts")
-    if not isinstance(starts, list) or len(starts) != count:
-        raise BadMessage(f"no starts for {count} addresses")
-    if not all(s is None or (type(s) is int and 0 <= s < 1 << 64) for s in starts):
-        raise BadMessage("no addresses")
-    return starts
+    ranges = message.get("ranges")
+    if not isinstance(ranges, list) or len(ranges) != len(addresses):
+        raise BadMessage(f"no ranges for {len(addresses)} addresses")
+    return [
+        None if said is None else _range_around(address, said)
+        for said, address in zip(ranges, addresses, strict=True)
+    ]
+
+
+def _range_around(address: int, said: object) -> Range:
+    if not isinstance(said, list) or [type(bound) for bound in said] != [int, int]:
+        raise BadMessage("no range")
+    found = Range(*said)
+    if not 0 <= found.begin <= address < found.end <= 1 << 64:
+        raise BadMessage("a range without its address")
+    return found
 
 
 def pack_problems(problems: Sequence[Problem]) -> list[list[str]]:

@@ -33,7 +33,14 @@ from aiflame.agent.symbols.debugfiles import (
     find_debug_file,
     open_candidates,
 )
-from aiflame.agent.symbols.frames import Problem, RawFrame, Resolved, SourceFrame, clean_name
+from aiflame.agent.symbols.frames import (
+    Problem,
+    Range,
+    RawFrame,
+    Resolved,
+    SourceFrame,
+    clean_name,
+)
 from aiflame.agent.symbols.lines import (
     DEFAULT_MAX_DWARF_BYTES,
     BadDebugInfo,
@@ -223,7 +230,13 @@ class Resolver:
             _chain(tables.lines, address, name)
             for address, name in zip(addresses.tolist(), names, strict=True)
         ]
-        return Resolved(chains, tables.symbols.nameless_starts(addresses))
+        ranges = tables.symbols.ranges(addresses)
+        if tables.lines is not None:
+            ranges = [
+                _range_beside_lines(address, chain, function)
+                for address, chain, function in zip(addresses.tolist(), chains, ranges, strict=True)
+            ]
+        return Resolved(chains, ranges)
 
     def prepare(self, path: str, root_path: str, *, plain: bool = False) -> None:
         """Build or load the tables of a binary ahead of `resolve`."""
@@ -360,6 +373,15 @@ def readable(
         )
         for chain in chains
     ]
+
+
+def _range_beside_lines(
+    address: int, chain: tuple[RawFrame, ...], function: Range | None
+) -> Range | None:
+    """The range of an address where others of its function may have another line."""
+    if chain:
+        return Range(address, address + 1)
+    return None if function is None else Range(function.begin, address + 1)
 
 
 def _chain(lines: LineTable | None, address: int, symbol: bytes | None) -> tuple[RawFrame, ...]:

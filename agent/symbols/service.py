@@ -33,7 +33,7 @@ from aiflame.agent.inspector.fork_server import Ending, ForkRequests, Program
 from aiflame.agent.inspector.rootfs import path_in_root
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols import protocol
-from aiflame.agent.symbols.frames import Problem, SourceFrame
+from aiflame.agent.symbols.frames import Problem, Range, SourceFrame
 from aiflame.agent.symbols.perfmap import perf_map_path
 from aiflame.agent.symbols.worker_process import Executed, WorkerProcess
 
@@ -88,12 +88,12 @@ class Result:
     Attributes:
         request: The request.
         frames: Of each address, in order; () outside every symbol.
-        nameless_starts: As those of `Resolved`.
+        ranges: As those of `Resolved`.
     """
 
     request: Request
     frames: list[tuple[SourceFrame, ...]]
-    nameless_starts: list[int | None]
+    ranges: list[Range | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class SymbolService:
         self._incoming = bytearray()
         self._deadline = 0.0
         self._strikes: Counter[tuple[str, str]] = Counter()
-        self._done: dict[int, tuple[list[tuple[SourceFrame, ...]], list[int | None]]] = {}
+        self._done: dict[int, tuple[list[tuple[SourceFrame, ...]], list[Range | None]]] = {}
         self.losses: Counter[LossKind] = Counter()
         self.problems: list[Problem] = []
         self.on_strike: Callable[[], None] = lambda: None
@@ -416,9 +416,9 @@ class SymbolService:
         pending = self._queue[0]
         problems = protocol.unpack_problems(message)
         if pending.addresses is not None:
-            count = len(pending.addresses)
-            starts = protocol.unpack_starts(message, count)
-            self._done[pending.number] = protocol.unpack_frames(message, count), starts
+            frames = protocol.unpack_frames(message, len(pending.addresses))
+            ranges = protocol.unpack_ranges(message, pending.addresses.tolist())
+            self._done[pending.number] = frames, ranges
         peak = message.get("peak_rss_bytes")
         if isinstance(peak, int):
             self.peak_rss_bytes = max(self.peak_rss_bytes, peak)

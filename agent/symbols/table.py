@@ -28,6 +28,7 @@ from aiflame.agent.elf.go_table import BadGoTable, read_go_functions
 from aiflame.agent.elf.image import BadElf, ElfImage
 from aiflame.agent.elf.symbols import MAX_NAME_BYTES, read_strings
 from aiflame.agent.elf.unwound import Bounds, function_bounds
+from aiflame.agent.symbols.frames import Range
 from aiflame.agent.symbols.intervals import Disjoint, TooManyOverlaps, find, flatten
 from aiflame.agent.symbols.plt import find_stubs
 from aiflame.agent.target_files import TargetFile
@@ -194,15 +195,18 @@ class SymbolTable:
             for row, offset in zip(found.tolist(), offsets, strict=True)
         ]
 
-    def nameless_starts(self, addresses: U64) -> list[int | None]:
-        """Where functions begin that have no name; None outside of those."""
+    def ranges(self, addresses: U64) -> list[Range | None]:
+        """The addresses around each that are in the same function; None outside of all.
+
+        Others may lie within a function: then it is what is between them.
+        """
         found = find(self._ranges, addresses)
-        is_nameless = self._is_nameless(found)
-        starts = np.zeros(len(found), np.uint64)
-        starts[is_nameless] = self._ranges.starts[found[is_nameless]]
+        if not len(self):
+            return [None] * len(found)
+        starts, ends = self._ranges.starts[found], self._ranges.ends[found]
         return [
-            start if nameless else None
-            for start, nameless in zip(starts.tolist(), is_nameless.tolist(), strict=True)
+            Range(start, end) if row >= 0 else None
+            for row, start, end in zip(found.tolist(), starts.tolist(), ends.tolist(), strict=True)
         ]
 
     def _is_nameless(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

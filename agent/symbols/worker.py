@@ -575,25 +575,25 @@ class Worker:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answers a request; the process ends where its parser does."""
         path = request["path"]
-        count = 0 if request["addresses"] is None else len(request["addresses"])
+        addresses = request["addresses"] or ()
         try:
             fd = self._opened(request)
         except OSError as error:
             words = clean_name(f"{path}: {error.strerror}")
             problem = Problem(LossKind.UNREADABLE_BINARY, words)
-            return self._reply(request, Resolved.nothing(count), [problem])
+            return self._reply(request, Resolved.nothing(len(addresses)), [problem])
         except BadPerfMap as error:
             problem = Problem(LossKind.PERF_MAP_REFUSED, clean_name(str(error)))
-            return self._reply(request, Resolved.nothing(count), [problem])
+            return self._reply(request, Resolved.nothing(len(addresses)), [problem])
         if fd is None:
-            return self._reply(request, Resolved.nothing(count), [])
+            return self._reply(request, Resolved.nothing(len(addresses)), [])
         try:
             answer = self._parsed(request, fd)
         except (BadMessage, IndexError, KeyError, TypeError, ValueError) as error:
             sys.exit(f"its parser: {error}")
         finally:
             os.close(fd)
-        resolved = unpack_raw(answer, count) if count else Resolved.nothing(0)
+        resolved = unpack_raw(answer, addresses) if addresses else Resolved.nothing(0)
         return self._reply(request, resolved, unpack_problems(answer))
 
     def _opened(self, request: dict[str, Any]) -> int | None:
@@ -689,7 +689,7 @@ class Worker:
             is_plain = request["plain"] or request["perf_map_uid"] is not None
             demangler = None if is_plain else self._demangler
             reply = pack_frames(readable(resolved.chains, demangler))
-            reply["starts"] = resolved.nameless_starts
+            reply["ranges"] = resolved.ranges
             if demangler is not None and demangler.failures:
                 path = clean_name(request["path"])
                 problems.append(Problem(LossKind.NAMES_NOT_DEMANGLED, path))

@@ -150,7 +150,7 @@ def _symbol_table(file: TargetFile, image: ElfImage) -> None:
     table = SymbolTable.build([SymbolSource(image, file)])
     ends = np.array([0, 0x1000, image.load_address + 0x1010, (1 << 64) - 1], np.uint64)
     table.raw_names(ends)
-    table.nameless_starts(ends)
+    table.ranges(ends)
     table.to_chunks()
 
 

@@ -30,7 +30,7 @@ from aiflame.agent.sinks.written import Naming, WrittenCapture
 from aiflame.agent.symbolize.files import GivenFiles, OpenFile
 from aiflame.agent.symbolize.stacks import LEFT_OUT
 from aiflame.agent.symbols.file_facts import FileFacts
-from aiflame.agent.symbols.frames import Problem, SourceFrame
+from aiflame.agent.symbols.frames import Problem, Range, SourceFrame
 from aiflame.agent.symbols.service import Request, Result, SymbolService
 from aiflame.agent.target_files import FileGuard
 from pushes import totals_of
@@ -305,7 +305,8 @@ class _Names:
                 (SourceFrame(f"{request.file} {address}", "", 0, False),) * bool(address % 4)
                 for address in addresses
             ]
-            yield Result(request, frames, [None] * len(frames))
+            ranges = [Range(a, a + 1) if a % 4 else None for a in addresses]
+            yield Result(request, frames, ranges)
 
     def resolve_generated(self, *_: object) -> list[str | None]:
         return [None] * len(cast(Any, _[-1]))

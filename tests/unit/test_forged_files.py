@@ -154,7 +154,7 @@ def test_functions_without_a_name_are_those_of_the_file_itself(tmp_path: Path) -
             (result,) = service.resolve_many([request])
         # THEN each has its own
         within = [start for start, size in functions if start <= address < start + size]
-        assert result.nameless_starts == (within or [None])
+        assert [found and found.begin for found in result.ranges] == (within or [None])
 
 
 def _opened(path: Path) -> tuple[TargetFile, ElfImage]:

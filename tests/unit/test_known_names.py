@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiflame.agent.symbolize import known_names
-from aiflame.agent.symbolize.known_names import KnownNames, NamedAddress
+from aiflame.agent.symbolize.known_names import KnownNames, NamedRange
+from aiflame.agent.symbols.frames import Range, SourceFrame
 from aiflame.agent.symbols.kallsyms import KernelSymbols, KernelSymbolsHidden
 
 
@@ -96,24 +97,28 @@ def test_a_kernel_that_hides_its_addresses_is_asked_once(kernel: _Kernel) -> Non
     assert kernel.reads == 1
 
 
+def _named(begin: int, end: int, name: str = "") -> NamedRange:
+    return NamedRange(Range(begin, end), (SourceFrame(name, "", 0, False),) if name else ())
+
+
 def _copies(count: int, kernel: _Kernel) -> list[KnownNames]:
     """The names that processes have of which each is a copy of the first."""
     found = [kernel.known() for _ in range(count)]
     for known in found:
         known.kernel()
         for address in range(3):
-            known.keep((1, address), NamedAddress((), address))
+            known.keep(1, _named(address, address + 1))
     return found
 
 
 def test_a_copy_brings_what_it_has_found_out(kernel: _Kernel) -> None:
     known, copy = _copies(2, kernel)
     copy.begin_notes()
-    copy.keep((1, 9), NamedAddress((), 9))
+    copy.keep(1, _named(9, 20, "f"))
     copy.tell_gap(0xFFFFFFFFC0001000)
-    assert (1, 9) not in known
+    assert known.find(1, 9) is None
     known.learn(copy.notes())
-    assert known.find((1, 9)) == NamedAddress((), 9)
+    assert known.find(1, 9) == known.find(1, 19) == _named(9, 20, "f")
     # A copy reads no list, and the next look at one sees what was missing there.
     reads = kernel.reads
     assert copy.kernel() is not None
@@ -127,11 +132,11 @@ def test_what_copies_use_stays_and_all_else_goes(kernel: _Kernel) -> None:
     known, copy = _copies(2, kernel)
     for _ in range(50):  # stretches
         copy.begin_notes()
-        assert copy.find((1, 2)) is not None
-        for _ in range(known_names._ADDRESSES[0] // 20):
+        assert copy.find(1, 2) is not None
+        for _ in range(known_names._RANGES[0] // 20):
             copy.turn()
         known.learn(copy.notes())
-    assert [(1, address) in known for address in range(3)] == [False, False, True]
+    assert [known.find(1, address) is not None for address in range(3)] == [False, False, True]
 
 
 def test_what_a_copy_asked_for_as_all_grew_old_is_not_asked_for_again(kernel: _Kernel) -> None:
@@ -140,19 +145,42 @@ def test_what_a_copy_asked_for_as_all_grew_old_is_not_asked_for_again(kernel: _K
     for each in (known, copy):
         each._began_s -= 2 * known_names._NAMES_S
     copy.turn()
-    assert (1, 0) not in copy
-    copy.keep((1, 0), NamedAddress((), 5))
+    assert copy.find(1, 0) is None
+    copy.keep(1, _named(0, 1, "g"))
     known.learn(copy.notes())
-    assert known.find((1, 0)) == NamedAddress((), 5)
-    assert (1, 1) not in known
+    assert known.find(1, 0) == _named(0, 1, "g")
+    assert known.find(1, 1) is None
+
+
+def test_what_is_found_of_an_address_is_its_range_or_nothing(
+    kernel: _Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN functions of some files, a few of which are kept
+    monkeypatch.setattr(known_names, "_RANGES", (300, 8))
+    known, random = kernel.known(), np.random.default_rng(1)
+    kept: dict[tuple[int, int], NamedRange] = {}
+    for _ in range(500):
+        file, at = int(random.integers(3)), int(random.integers(40))
+        # WHEN one is asked for, THEN it is the one that was told last, or is not known any more
+        found = known.find(file, 10 * at + int(random.integers(10)))
+        assert found is None or (found == kept[file, at] and found.addresses.begin // 10 == at)
+        kept[file, at] = _named(
+            10 * at, 10 * at + int(random.integers(1, 10)), f"{random.random()}"
+        )
+        known.keep(file, kept[file, at])
+        assert known.find(file, 10 * at) == kept[file, at]
+        assert known.find(file, 10 * at + 9) is None
+    # AND no more is known than what is kept
+    every = [known.find(file, 10 * at) for file in range(3) for at in range(40)]
+    assert 8 <= len([one for one in every if one is not None]) <= 2 * 8
 
 
 def test_notes_are_no_more_than_is_kept(kernel: _Kernel) -> None:
     (copy,) = _copies(1, kernel)
     copy.begin_notes()
-    size = known_names._ADDRESSES[1]
+    size = known_names._RANGES[1]
     for address in range(10 * size):
-        copy.keep((2, address), NamedAddress((), address))
+        copy.keep(2, _named(address, address + 1))
     notes = copy.notes()
     assert size <= len(notes.new) <= 2 * size
     assert (2, 10 * size - 1) in notes.new

@@ -107,14 +107,40 @@ def test_functions_without_a_name_are_told_by_where_they_begin(tmp_path: Path) -
         with SymbolService(tmp_path / "cache") as service:
             (result,) = service.resolve_many([request])
             assert result.frames == [(), (), ()]
-            assert result.nameless_starts == [start, start, None]
+            assert result.ranges[0] == result.ranges[1] and result.ranges[2] is None
+            assert result.ranges[0] is not None and result.ranges[0].begin == start
 
 
-@pytest.mark.parametrize("starts", [None, [], [1, 2], ["1"], [True], [-1], [1 << 64], [1.0]])
-def test_starts_that_no_parser_tells_are_refused(starts: object) -> None:
-    message = {**protocol.pack_raw(Resolved.nothing(1)), "starts": starts}
+@pytest.mark.parametrize("flags", [(), ("-g",)])
+def test_what_is_known_of_an_address_is_so_of_its_range(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    # GIVEN a program with lines, and one without
+    program = tmp_path / "program"
+    source = "int f(int n) {\n  n += 2;\n  return n / 3;\n}\nint main() { return f(0); }"
+    command = ["gcc", "-O0", *flags, "-xc", "-", "-o", program]
+    subprocess.run(command, input=source, text=True, check=True)
+    listing = subprocess.run(["nm", "-S", program], capture_output=True, text=True, check=True)
+    (row,) = (line.split() for line in listing.stdout.splitlines() if line.endswith(" f"))
+    start, size = int(row[0], 16), int(row[1], 16)
+    addresses = np.arange(start, start + size, dtype=np.uint64)
+    with SymbolService(None) as service:
+        (result,) = service.resolve_many([Request(str(program), "", addresses)])
+    # THEN that is all of a function, or where each address has its line that address
+    assert {frames[0].name for frames in result.frames} == {"f"}
+    assert len({frames[0].line for frames in result.frames}) == (4 if flags else 1)
+    expected = [(a, a + 1) if flags else (start, start + size) for a in addresses.tolist()]
+    assert result.ranges == expected
+
+
+_NO_RANGES = ([], [[1, 2]], ["1"], [True], [[6, 7]], [[4, 5]], [[5, 1 << 65]], [[-1, 9]], [[5]])
+
+
+@pytest.mark.parametrize("ranges", [None, [None, None], [[5.0, 6]], [[False, 6]], *_NO_RANGES])
+def test_ranges_that_no_parser_tells_are_refused(ranges: object) -> None:
+    message = {**protocol.pack_raw(Resolved.nothing(1)), "ranges": ranges}
     with pytest.raises(protocol.BadMessage):
-        protocol.unpack_raw(message, 1)
+        protocol.unpack_raw(message, [5])
 
 
 def test_nothing_is_started_without_a_request(tmp_path: Path) -> None:
@@ -144,6 +170,7 @@ def test_problem_of_a_warmed_binary_is_told_once(tmp_path: Path) -> None:
         assert [problem.reason for problem in service.problems] == [LossKind.BAD_ELF]
 
 
+@pytest.mark.breadth
 def test_many_warm_requests_never_block(tmp_path: Path) -> None:
     """GIVEN a worker that reads nothing, THEN warm returns at once, far over a pipe's size."""
     request = binary(tmp_path, "one")

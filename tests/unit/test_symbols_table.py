@@ -244,7 +244,10 @@ def test_real_program_agrees_with_nm(tmp_path: Path) -> None:
 
 
 def starts(table: SymbolTable, *addresses: int) -> list[int | None]:
-    return table.nameless_starts(np.array(addresses, dtype=np.uint64))
+    """Where functions begin that have no name."""
+    asked = np.array(addresses, dtype=np.uint64)
+    found = zip(table.raw_names(asked), table.ranges(asked), strict=True)
+    return [around.begin if around and name is None else None for name, around in found]
 
 
 _FUNCTIONS = ((0x1000, 16), (0x1020, 16), (0x1040, 32))
