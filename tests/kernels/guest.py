@@ -36,8 +36,9 @@ _CGROUP = Path("/sys/fs/cgroup/load")
 _HZ = 499
 # Emulation is ten to thirty times as slow as the machine that it runs on, which may be busy.
 _PATIENCE_S = 300.0
-# A recorder that does nothing but drain its maps takes a tenth of a second for it, emulated.
-_QUIET_CPU_S, _LEAST_QUIET_S, _MOST_SETTLING_S = 0.25, 3, 60
+# A recorder that does nothing but drain its maps takes 0.2 to 0.4 s of a second for it, emulated,
+# and under -a up to one: what it reads of new programs is read in its first four to ten.
+_QUIET_CPU_S, _LEAST_QUIET_S, _MOST_SETTLING_S = 0.5, 3, 30
 _CUDA_ROUNDS = 200
 _OPENCL_MS = 1500
 
