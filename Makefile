@@ -184,22 +184,30 @@ test:  ## all checks and tests; BREADTH=1 BOOT="5.10 6.1" as CI runs them, which
 	$(needs_root)
 	$(if $(BOOT),$(MAKE_TARGET) setup-kernels)
 	$(MAKE_TARGET) setup-test
-	rm -rf build/shared
-	mkdir -p build
+	rm -rf build/shared build/again
+	mkdir -p build/again
 	run() {
 		$(VENV)/bin/python -m pytest $(if $(BREADTH),,-m "not breadth") "$$@" $(PYTEST)
 	}
-	# What one crowded second of a shared machine spoils gets a second try, with a new recording.
 	run_series() {
-		local code=0 failed="-o cache_dir=build/failed-$$1"
-		run $$failed $$share "$${@:2}" || code=$$?
-		if [[ $$code == 1 ]]; then  # tests failed; all else is worse
+		local code=0
+		run -o cache_dir=build/failed-$$1 $$share "$${@:2}" || code=$$?
+		case $$code in
+		0 | 5) ;;  # 5: none was chosen
+		1) echo "$${@:2}" > build/again/$$1 ;;  # tests failed
+		*) return $$code ;;
+		esac
+	}
+	# What a crowded second spoils gets a second try, with a new recording, once the crowd is gone.
+	run_failed() {
+		local series
+		for series in build/again/*; do
+			[[ -e $$series ]] || continue
 			echo "A second try:"
-			code=0
-			run $$failed --last-failed --last-failed-no-failures=none -r a "$${@:2}" || code=$$?
-			return $$code
-		fi
-		return $$(( code == 5 ? 0 : code ))  # 5: none was chosen
+			run -o cache_dir=build/failed-$${series##*/} --last-failed --last-failed-no-failures=none \
+				-r a $$(< $$series) || status=1
+			rm $$series
+		done
 	}
 	# Recordings wait about as long as they compute: three at a time keep two processors busy. Each
 	# run begins with other modules, and goes on with what is left; those of OTHERS, which look at the
@@ -215,7 +223,9 @@ test:  ## all checks and tests; BREADTH=1 BOOT="5.10 6.1" as CI runs them, which
 	wait $$stores || status=1
 	cat build/stores.log build/unit.log build/beside.log
 	share=
+	run_failed
 	run_series alone $(ALONE) || status=1
+	run_failed
 	$(if $(BOOT),$(BOOT_KERNELS) --tries 2 $(BOOT) || status=1)
 	exit $$status
 

@@ -10,14 +10,14 @@ import pytest
 
 
 def cases(names: str, values: Iterable[Any], **keywords: Any) -> pytest.MarkDecorator:
-    """Like pytest.mark.parametrize, for cases of which each takes a recording of its own.
+    """Like pytest.mark.parametrize, for cases of which each takes about a second or more.
 
-    Of many, those between the first and the last are breadth.
+    Those after the first are breadth.
     """
 
     def marked(value: Any) -> Any:
         return pytest.param(*(value if "," in names else (value,)), marks=pytest.mark.breadth)
 
     listed = [*values]
-    listed[1:-1] = map(marked, listed[1:-1])
+    listed[1:] = map(marked, listed[1:])
     return pytest.mark.parametrize(names, listed, **keywords)

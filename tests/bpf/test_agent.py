@@ -370,6 +370,7 @@ def test_a_fork_server_that_dies_costs_nothing(agent: _Agent) -> None:
     _check_sums(agent)
 
 
+@pytest.mark.breadth
 def test_two_agents_do_not_share_a_directory(agent: _Agent) -> None:
     agent.start()
     again = subprocess.run(

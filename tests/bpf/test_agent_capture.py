@@ -145,6 +145,7 @@ def _assert_labelled(profile: Profile, pid: int) -> None:
     assert labels.node
 
 
+@pytest.mark.breadth
 def test_what_is_on_disk_goes_up_to_the_moment_it_is_asked_for(
     agent: _Agent, group: Path, workload: Callable[..., Path]
 ) -> None:

@@ -16,7 +16,7 @@ import support
 from aiflame.agent.kernel import compile
 from breadth import cases
 
-pytestmark = pytest.mark.bpf
+pytestmark = [pytest.mark.bpf, pytest.mark.breadth]
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -190,6 +190,7 @@ def test_a_cgroup_that_is_excluded_later_leaves_at_its_next_switch(
     assert off_and_on_ns == pytest.approx(left["observed_ns"], rel=0.01)
 
 
+@pytest.mark.breadth
 def test_a_cgroup_that_is_recorded_again_is_from_its_next_switch_on(groups: _Groups) -> None:
     out, inside, excluded = groups
     with ExitStack() as stack:
@@ -227,6 +228,7 @@ def test_a_container_of_an_excluded_engine_is_recorded(groups: _Groups, tmp_path
     assert times[str(container)]["observed_ns"] > 2_000_000_000
 
 
+@pytest.mark.breadth
 def test_an_agent_leaves_out_a_container(groups: _Groups, tmp_path: Path) -> None:
     out, inside, _ = groups
     log = tmp_path / "log"

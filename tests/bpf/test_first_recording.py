@@ -15,6 +15,7 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.profile import Profile, SampleClass, StopReason
 from aiflame.agent.reports.rows import TRUNCATED_REASONS
 from aiflame.agent.symbols.known import file_key
+from breadth import cases
 from recordings import Recording, frames_of, rows_of
 from short_processes import SCRIPT, busy_loops
 from support import AIFLAME
@@ -107,7 +108,7 @@ def test_a_first_recording_is_as_complete_as_the_second(tmp_path: Path) -> None:
     assert _complete_share(second) >= 0.98
 
 
-@pytest.mark.parametrize("loops", [0, 2], ids=["quiet", "busy"])
+@cases("loops", [0, 2], ids=["quiet", "busy"])
 def test_short_processes_are_complete_the_first_time(tmp_path: Path, loops: int) -> None:
     # GIVEN three hundred processes of some milliseconds, maybe on a machine that is busy
     with busy_loops(loops):
@@ -150,6 +151,7 @@ def test_no_device_is_looked_for_where_no_process_uses_one(tmp_path: Path) -> No
     assert "device opencl" not in ended.stderr
 
 
+@pytest.mark.breadth
 def test_a_device_that_is_used_later_is_recorded(tmp_path: Path) -> None:
     # GIVEN a process that knows nothing of OpenCL when the recording begins
     with (

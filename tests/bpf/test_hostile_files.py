@@ -137,6 +137,7 @@ def test_one_that_is_started_costs_a_running_recording_nothing(
         _assert_loss_names(recording.wait().profile, path)
 
 
+@pytest.mark.breadth
 def test_a_command_with_a_bad_file_is_recorded(
     program: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -145,6 +146,7 @@ def test_a_command_with_a_bad_file_is_recorded(
         _assert_loss_names(recording.wait().profile, path)
 
 
+@pytest.mark.breadth
 def test_a_command_whose_sections_lie_about_what_segments_say_is_recorded(
     program: Callable[..., Path], tmp_path: Path
 ) -> None:

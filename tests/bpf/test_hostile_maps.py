@@ -19,7 +19,7 @@ from aiflame.agent.model.profile import SampleClass, StopReason
 from recordings import Ended, Recording, Workload, count_of, frames_of
 from support import WORKLOADS
 
-pytestmark = [pytest.mark.bpf, pytest.mark.slow]
+pytestmark = [pytest.mark.bpf, pytest.mark.slow, pytest.mark.breadth]
 
 _HZ = 999
 _CPU_MS = 500

@@ -19,7 +19,7 @@ from nvidia_helper import Target, build
 from recordings import Recording
 from support import WORKLOADS, wait_until
 
-pytestmark = pytest.mark.bpf
+pytestmark = [pytest.mark.bpf, pytest.mark.breadth]
 
 # As often as there is time for; by hand: 100.
 _TIMES = int(os.environ.get("INJECTIONS", "3"))

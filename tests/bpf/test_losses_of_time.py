@@ -12,7 +12,7 @@ import pytest
 from aiflame.agent.model.profile import Profile
 from recordings import Ended, Recording, Workload
 
-pytestmark = pytest.mark.bpf
+pytestmark = [pytest.mark.bpf, pytest.mark.breadth]
 
 _THREADS = 400
 

@@ -19,7 +19,7 @@ from nvidia_helper import Target, build
 from recordings import Recording
 from support import AIFLAME, wait_until
 
-pytestmark = pytest.mark.bpf
+pytestmark = [pytest.mark.bpf, pytest.mark.breadth]
 
 _S = 1_000_000_000
 _GIB, _MIB = 1 << 30, 1 << 20

@@ -93,6 +93,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
+@pytest.mark.breadth
 def test_a_process_with_a_seccomp_filter_gets_the_helper(standin: Path, tmp_path: Path) -> None:
     # GIVEN a process as in a container
     arguments = ("-c", _FILTERED, standin / "program")
@@ -154,6 +155,7 @@ def test_a_process_that_cannot_have_the_helper_is_told_of(target: Target, tmp_pa
     assert losses[LossKind.HELPERS_NOT_LOADED.stored_name] == 1
 
 
+@pytest.mark.breadth
 def test_a_process_that_is_over_before_it_is_found_is_counted(
     standin: Path, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ from prepared_agent import FLAG
 from recordings import Recording, frames_of
 from support import wait_until
 
-pytestmark = pytest.mark.bpf
+pytestmark = [pytest.mark.bpf, pytest.mark.breadth]
 
 _PROGRAM = Path(prepared_agent.__file__)
 # Where a workload's mount namespace has the agent's directory.

@@ -25,7 +25,7 @@ from breadth import cases
 from recordings import frames_of, public_folder
 from support import WORKLOADS
 
-pytestmark = pytest.mark.bpf
+pytestmark = [pytest.mark.bpf, pytest.mark.breadth]
 
 _NOBODY = 65534
 _NOTHING: dict[str, Any] = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []}

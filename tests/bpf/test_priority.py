@@ -14,7 +14,7 @@ from aiflame.agent.processes import procfs
 from recordings import Recording, Workload, children_of
 from support import AIFLAME, wait_until
 
-pytestmark = pytest.mark.bpf
+pytestmark = [pytest.mark.bpf, pytest.mark.breadth]
 
 _TELL = """\
 import os, resource

@@ -63,6 +63,7 @@ def _close(programs: Programs) -> None:
     programs.close()
 
 
+@pytest.mark.breadth
 def test_the_same_compiler_gives_the_same_bytes(compiled: bytes) -> None:
     assert loader.compile_in_child() == compiled
     assert compile.shipped_file().read_bytes() == compiled

@@ -126,6 +126,7 @@ def test_where_no_capture_was_asked_for_an_error_leaves_one(
     assert len(read_capture(tmp_path / "run.partial.aiflame").samples)
 
 
+@pytest.mark.breadth
 def test_a_capture_that_could_not_be_written_meanwhile_is_written_at_the_end(
     busy: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_capture_that_could_not_be_written_meanwhile_is_written_at_the_end(
     assert "incomplete" not in dict(profile.recording.facts)
 
 
+@pytest.mark.breadth
 def test_a_capture_that_cannot_be_written_at_all_is_made_of_segments_later(
     busy: subprocess.Popen[bytes], tmp_path: Path, run_aiflame: RunAiflame
 ) -> None:
@@ -162,6 +164,7 @@ def test_an_error_before_anything_was_recorded_leaves_nothing(
     assert _left(run_aiflame, tmp_path) == []
 
 
+@pytest.mark.breadth
 def test_a_capture_that_cannot_be_published_is_kept(
     busy: subprocess.Popen[bytes], tmp_path: Path, run_aiflame: RunAiflame
 ) -> None:
@@ -231,6 +234,7 @@ def test_a_killed_recording_is_found_and_finished(
     assert run_aiflame("recover", "run.aiflame").returncode == 1
 
 
+@pytest.mark.breadth
 def test_a_killed_recording_names_generated_code_of_a_process_that_is_gone(
     workload: Callable[..., Path], tmp_path: Path, run_aiflame: RunAiflame
 ) -> None:
@@ -256,6 +260,7 @@ def test_a_killed_recording_names_generated_code_of_a_process_that_is_gone(
     assert "Generated::spin" in _names(read_capture(tmp_path / "run.aiflame"))
 
 
+@pytest.mark.breadth
 def test_the_next_command_finishes_a_killed_recording(
     killed: Path, run_aiflame: RunAiflame
 ) -> None:
@@ -266,6 +271,7 @@ def test_the_next_command_finishes_a_killed_recording(
     assert killed.with_suffix(".folded").exists()
 
 
+@pytest.mark.breadth
 def test_the_next_recording_names_a_killed_one(
     killed: Path, busy: subprocess.Popen[bytes], tmp_path: Path, run_aiflame: RunAiflame
 ) -> None:
@@ -284,6 +290,7 @@ def test_the_next_recording_names_a_killed_one(
     assert len(read_capture(tmp_path / "other.aiflame").samples)
 
 
+@pytest.mark.breadth
 def test_a_killed_recording_can_be_thrown_away(
     killed: Path, tmp_path: Path, run_aiflame: RunAiflame
 ) -> None:
@@ -293,6 +300,7 @@ def test_a_killed_recording_can_be_thrown_away(
     assert not killed.exists()
 
 
+@pytest.mark.breadth
 def test_a_running_recording_is_left_alone(
     busy: subprocess.Popen[bytes], tmp_path: Path, run_aiflame: RunAiflame
 ) -> None:
@@ -330,6 +338,7 @@ def test_a_hang_up_aborts_nothing(busy: subprocess.Popen[bytes], tmp_path: Path)
     assert len(ended.profile.samples)
 
 
+@pytest.mark.breadth
 def test_a_hang_up_that_is_ignored_ends_nothing(
     busy: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from breadth import cases
 from recordings import Ended, Recording, frames_of, public_folder
 from support import AIFLAME, WORKLOADS
 
-pytestmark = pytest.mark.bpf
+pytestmark = [pytest.mark.bpf, pytest.mark.breadth]
 
 _PATIENCE_S = 30
 # linux/fanotify.h

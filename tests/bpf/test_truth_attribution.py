@@ -45,6 +45,7 @@ def program(workload: Callable[..., Path]) -> Path:
     return workload("clsites", "-lOpenCL")
 
 
+@pytest.mark.breadth
 def test_without_times_a_second_is_shared_by_work(program: Path, tmp_path: Path) -> None:
     shorter = replace(_BY_NAME["4 sites, 1 ms, one by one"], length_ms=_LENGTH_MS)
     ended = launch_truth.record(replace(shorter, options=("-F", "997")), program, tmp_path)
@@ -89,7 +90,7 @@ def test_what_is_queued_is_shared_by_the_time_that_it_took(
     assert found.off < 4 * found.told_if_unequal + 0.01
 
 
-@pytest.mark.parametrize("is_queued", [False, True])
+@cases("is_queued", [True, False])
 def test_launches_have_their_samples_also_where_windows_are_longer(
     program: Path, tmp_path: Path, is_queued: bool
 ) -> None:
@@ -112,6 +113,7 @@ def test_launches_have_their_samples_also_where_windows_are_longer(
     assert found.off < max(0.05 + error if is_queued else 0.02, 1.5 * found.told_if_unequal)
 
 
+@pytest.mark.breadth
 def test_summary_says_by_how_much_an_estimate_is_off(program: Path, tmp_path: Path) -> None:
     scenario = replace(_BY_NAME["4 sites, 5 ms, queued by 16"], length_ms=_LENGTH_MS)
     ended = launch_truth.record(scenario, program, tmp_path)

@@ -83,6 +83,7 @@ def test_sizes_that_cannot_be_cost_only_themselves(record: Record) -> None:
     assert losses == {}
 
 
+@pytest.mark.breadth
 def test_a_launch_inside_of_another_apis_launch_is_counted(record: Record) -> None:
     profile, truth = record("wrapped", 200)
     assert _count(profile, "cudaLaunchKernel") == truth["waits"] == 200
@@ -90,6 +91,7 @@ def test_a_launch_inside_of_another_apis_launch_is_counted(record: Record) -> No
     assert _count(profile, "clFinish") == 200
 
 
+@pytest.mark.breadth
 def test_threads_that_have_ended_leave_room_for_others(record: Record) -> None:
     # GIVEN more threads than callers are kept at a time
     profile, truth = record("threads", 2000)
@@ -113,6 +115,7 @@ def _image(lower: Path, folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
+@pytest.mark.breadth
 def test_a_library_in_two_containers_of_one_image_is_counted_once(
     workload: Callable[..., Path], tmp_path: Path
 ) -> None:

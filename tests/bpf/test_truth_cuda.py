@@ -52,7 +52,11 @@ class Recorded:
     program: Path
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["from the start", "late"])
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.breadth)],
+    ids=["from the start", "late"],
+)
 def recorded(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

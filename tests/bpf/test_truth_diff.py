@@ -15,7 +15,7 @@ from aiflame.agent.model.profile import SampleClass
 from recordings import Workload, count_of, record_workload
 from support import AIFLAME
 
-pytestmark = pytest.mark.bpf
+pytestmark = [pytest.mark.bpf, pytest.mark.breadth]
 
 _ROW = re.compile(r" *([\d.]+) % +([\d.]+) % +([+-][\d.]+) +([+-][\d.]+) +([+-][\d.]+)  (\S+)")
 

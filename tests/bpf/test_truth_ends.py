@@ -62,6 +62,7 @@ def test_a_stopped_recorder_records_nothing_after_the_end(
 
 
 @pytest.mark.slow
+@pytest.mark.breadth
 def test_a_long_run_queue_does_not_make_it_longer(
     workload: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from support import WORKLOADS
 
 _GO = shutil.which("go")
 pytestmark = [
+    pytest.mark.breadth,
     pytest.mark.bpf,
     pytest.mark.skipif(_GO is None, reason="Go is not installed"),
 ]

@@ -16,7 +16,7 @@ from aiflame.agent.model.profile import Profile
 from nvidia_helper import BLOCK_NS, Target, build
 from recordings import Recording, frames_of
 
-pytestmark = pytest.mark.bpf
+pytestmark = [pytest.mark.bpf, pytest.mark.breadth]
 
 _SETUP = ("init", "context 0", "module 1000", "function 0 scale", "function 0 fill", "stream")
 # Two graphs: of one kernel, and of two.

@@ -11,7 +11,7 @@ from aiflame.agent.model.profile import COMPLETE_REASONS, SampleClass
 from recordings import Workload, frames_of, python_frames_of, record_workload, rows_of_process
 from support import WORKLOADS
 
-pytestmark = pytest.mark.bpf
+pytestmark = [pytest.mark.bpf, pytest.mark.breadth]
 
 _START = "greenlet::UserGreenlet::inner_bootstrap("
 _MAIN = ("<module>", "main", "work")

@@ -17,7 +17,7 @@ from aiflame.agent.model.profile import (
 )
 from recordings import Workload, frames_of, record_workload, rows_of
 
-pytestmark = pytest.mark.bpf
+pytestmark = [pytest.mark.bpf, pytest.mark.breadth]
 
 
 _FRAMES = ("main", "spend_long", "entry", "interpreter", "compiled")

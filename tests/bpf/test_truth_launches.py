@@ -185,6 +185,7 @@ def test_waiting_for_the_device_is_called_so(which: str, request: pytest.Fixture
     assert blocked["ns"][is_wait].sum() > 0.8 * blocked["ns"].sum()
 
 
+@pytest.mark.breadth
 def test_nothing_is_missing_of_a_program_that_was_started(whole: Ended) -> None:
     profile = whole.profile
     launches = {(site, kernel) for site, kernel, _, _ in _launches(profile)}
@@ -211,6 +212,7 @@ def test_each_call_is_listed_on_request(whole: Ended) -> None:
     assert set(gpu.calls["direction"].tolist()) == {Direction.UNKNOWN}
 
 
+@pytest.mark.breadth
 def test_two_processes_on_one_device(program: Path, tmp_path: Path) -> None:
     environment = _environment(tmp_path)
     with (
@@ -281,6 +283,7 @@ def test_cuda_launches_are_counted_without_a_driver(
         assert by_site[site] == pytest.approx(launches / 23 * whole, rel=0.01)
 
 
+@pytest.mark.breadth
 def test_cuda_kernels_of_a_running_program_have_names(
     cuda_workload: Callable[..., Path], tmp_path: Path
 ) -> None:

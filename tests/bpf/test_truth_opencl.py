@@ -150,6 +150,7 @@ def test_jump_says_where_it_goes_in_the_kernel(three: Run) -> None:
         assert all(int(target, 16) in listing for target in targets)
 
 
+@pytest.mark.breadth
 def test_code_that_was_not_optimised_has_lines_of_its_own(record: Record) -> None:
     run = record("opencl", 300, "-g -cl-opt-disable")
     lines = [
@@ -196,6 +197,7 @@ def test_kernel_that_is_rebuilt_keeps_its_builds_apart(record: Record) -> None:
         assert 0.7 * expected - 5 * np.sqrt(expected) < count < expected + 5 * np.sqrt(expected)
 
 
+@pytest.mark.breadth
 def test_python_program_on_the_distributions_pyopencl(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     command = [_SYSTEM_PYTHON, WORKLOADS / "pyopencl_launches.py", 1000]

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from interpreters import executable
+from interpreters import each, executable
 from recordings import Recording, Workload, children_of
 from support import WORKLOADS
 
-pytestmark = pytest.mark.bpf
+pytestmark = [pytest.mark.bpf, pytest.mark.breadth]
 
 _SCRIPT = WORKLOADS / "pynames.py"
 _SHOWN = {
@@ -34,7 +34,7 @@ def _expected(version: str, first: str) -> dict[str, str]:
     return {**_SHOWN, "default": "Thread-1 (work)" if has_target else "Thread-1", "named": first}
 
 
-@pytest.mark.parametrize("version", ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("version", each(("3.8", "3.9", "3.10", "3.11", "3.12", "3.13")))
 def test_threads_have_the_names_that_python_has(
     version: str, tmp_path: Path, run_aiflame: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

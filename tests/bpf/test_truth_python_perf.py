@@ -22,7 +22,7 @@ from pychains import Tree
 from recordings import Recording, Workload, python_frames_of, record_workload, rows_of_process
 from support import WORKLOADS
 
-pytestmark = [pytest.mark.bpf, pytest.mark.slow]
+pytestmark = [pytest.mark.bpf, pytest.mark.slow, pytest.mark.breadth]
 
 _THREADS = WORKLOADS / "pythreads.py"
 _CHAINS = WORKLOADS / "pychains.py"

@@ -174,7 +174,7 @@ def test_a_parent_in_vfork_is_where_it_begins_a_program(tmp_path: Path) -> None:
     assert lost.get("python_unreadable_stack", 0) < 20
 
 
-@pytest.mark.parametrize("library", ["glibc", "musl"])
+@cases("library", ["glibc", "musl"])
 def test_waits_in_vfork_are_under_who_called_it(
     workload: Callable[..., Path], tmp_path: Path, library: str
 ) -> None:

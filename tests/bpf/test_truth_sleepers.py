@@ -108,6 +108,7 @@ def test_threads_of_processes_that_nothing_was_seen_of_have_their_whole_stacks(
 
 
 @pytest.mark.parametrize("how", ["first", "second"])
+@pytest.mark.breadth
 def test_what_threads_slept_in_before_they_woke_up_is_known(
     workload: Callable[..., Path], tmp_path: Path, how: str
 ) -> None:
@@ -166,6 +167,7 @@ def test_ten_thousand_sleeping_threads_have_their_whole_stacks(
             assert not missing
 
 
+@pytest.mark.breadth
 def test_threads_that_fall_asleep_before_their_tables_come_have_their_whole_stacks(
     workload: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -213,6 +215,7 @@ def _record_first(folder: Path, *command: str) -> Profile:
     return read_capture(capture)
 
 
+@pytest.mark.breadth
 def test_pipelines_have_whole_stacks_in_the_first_recording(tmp_path: Path) -> None:
     # GIVEN shells that wait for programs, and programs that wait for each other
     line = "sh -c 'sleep 3 | cat; true'"

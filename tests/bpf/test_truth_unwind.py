@@ -60,6 +60,7 @@ def test_pythons_own_code_is_walked_to_its_start(tmp_path: Path) -> None:
     assert not profile.losses
 
 
+@pytest.mark.breadth
 def test_numpys_matrices_are_walked_to_their_start(tmp_path: Path) -> None:
     profile = _record_twice(tmp_path, sys.executable, "-c", _MATRICES, env=_ONE_THREAD)
     rows = rows_of(profile, None, None, SampleClass.ON_CPU)
@@ -117,6 +118,7 @@ def test_kernels_that_align_their_stack_are_walked_by_what_they_keep_of_it(
     assert 0.3 < shares["borrowing_kernel"] < 0.7, shares
 
 
+@pytest.mark.breadth
 def test_functions_of_a_stripped_program_are_one_row_each(
     workload: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -124,6 +124,7 @@ def _losses(windows: list[Window]) -> dict[str, int]:
     }
 
 
+@pytest.mark.breadth
 def test_a_flight_recorder_tells_of_losses_in_what_it_keeps(tmp_path: Path) -> None:
     # GIVEN a loss that is over
     arguments = ("--keep", "2s", "--min-wait", "1ms", "--gpu", "none")

@@ -845,6 +845,7 @@ def test_a_capture_that_was_cut_anywhere(capture: Path, capsys: pytest.CaptureFi
     assert said == {"not an aiflame capture", "damaged capture"}
 
 
+@pytest.mark.breadth
 def test_a_capture_with_bytes_changed_is_read_or_refused(
     capture: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     return found
 
 
+@pytest.mark.breadth
 def test_no_mutation_of_real_files_gets_out_of_hand(seeds: list[bytes], tmp_path: Path) -> None:
     """1,000 files: nothing is raised but what says that a file is bad, and each ends in time."""
     outcome = Outcome("seeds")

@@ -35,7 +35,11 @@ _MAGIC = 0xBA55ED50
 _FLAGS = {PLAIN: 0, LZ4: 0x2000, ZSTD: 0x8000}
 
 
-@pytest.fixture(scope="module", params=[PLAIN, LZ4, ZSTD], ids=["plain", "lz4", "zstd"])
+@pytest.fixture(
+    scope="module",
+    params=[PLAIN, *(pytest.param(each, marks=pytest.mark.breadth) for each in (LZ4, ZSTD))],
+    ids=["plain", "lz4", "zstd"],
+)
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = fatbins.build(tmp_path_factory.mktemp("fatbin"), *request.param)
     # Each is what it is called.

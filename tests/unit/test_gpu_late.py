@@ -159,6 +159,7 @@ def test_what_no_file_has_is_told(host: _Files, missing: Missing) -> None:
 
 
 @needs_nvcc
+@pytest.mark.breadth
 def test_of_two_that_differ_none_is_taken(program: Path, other: Path) -> None:
     missing = {(3, 7): _missing(SCALE), (3, 8): _missing(FILL), (3, 9): _missing(SCALE, FILL)}
     with closing(_Files(program, other)) as host:

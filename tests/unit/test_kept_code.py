@@ -180,6 +180,7 @@ def test_code_that_cannot_be_leaves_a_report_as_it_is(tmp_path: Path, code: Code
 @needs_nvdisasm
 @settings(max_examples=5, deadline=None)
 @given(where=st.integers(0, 9_000), junk=st.binary(min_size=4, max_size=64))
+@pytest.mark.breadth
 def test_damaged_code_costs_itself_alone(
     cubin: bytes, tmp_path_factory: pytest.TempPathFactory, where: int, junk: bytes
 ) -> None:

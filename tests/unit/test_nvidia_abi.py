@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from aiflame.gpu import protocol
 from aiflame.gpu.protocol import HelperError, HelperTier
+from breadth import cases
 from nvidia_helper import HELPER, ROOT, STANDIN, Target, build
 
 _RELEASES = ROOT / "build/cupti"
@@ -95,7 +96,7 @@ def test_every_function_is_in_nvidias_library(place: Path) -> None:
     assert not missing or place.name != _VERSIONS[-1]
 
 
-@pytest.mark.parametrize("version", _VERSIONS)
+@cases("version", _VERSIONS)
 def test_nvidias_library_without_nvidias_driver_costs_the_program_nothing(
     version: str, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ import pytest
 from aiflame.agent.losses import LossKind
 from aiflame.gpu.helpers import Helper
 from aiflame.gpu.protocol import HelperError, HelperLoss, HelperTier, Why
+from breadth import cases
 from helper_memory import Host
 from nvidia_helper import BLOCK_NS, SAMPLES_OF_BLOCK, Target, Told, build
 from support import wait_until
@@ -315,6 +316,7 @@ def test_a_duty_cycle_pauses_stalls_and_no_times(standin: Path) -> None:
     assert _is_sound(target.told)
 
 
+@pytest.mark.breadth
 def test_a_duty_cycle_leaves_no_facts(tmp_path: Path) -> None:
     # GIVEN one that is a hundred times as fast
     folder = build(tmp_path, "-DDUTY_NS=100000000ull")
@@ -344,6 +346,7 @@ def test_more_than_always_is_always(standin: Path) -> None:
         target.read_until(partial(_has_duty, 1000))
 
 
+@pytest.mark.breadth
 def test_samples_of_other_duty_cycles_stand_for_all_of_the_time(tmp_path: Path) -> None:
     # GIVEN a cycle of half a second, and a program whose device is always busy
     folder, host = build(tmp_path, "-DDUTY_NS=500000000ull"), Host()
@@ -623,6 +626,7 @@ def test_a_name_at_the_place_of_another_one_is_told(standin: Path) -> None:
     assert told.durations_ns() == {"scale": 100 * BLOCK_NS, "fill": 100 * BLOCK_NS}
 
 
+@pytest.mark.breadth
 def test_names_that_are_copied_each_time_end_sampling(tmp_path: Path) -> None:
     folder = build(tmp_path, "-DPOINTER_SLOTS=64")
     with Target(folder, "copies", gpu=_ALL) as target:
@@ -673,6 +677,7 @@ def test_sampling_begins_anew_when_no_stream_is_captured(standin: Path) -> None:
     assert told.failed == []
 
 
+@pytest.mark.breadth
 def test_a_capture_without_end_is_waited_for_in_vain_for_a_while_only(tmp_path: Path) -> None:
     folder = build(tmp_path, "-DCAPTURE_NS=1000000000ull")
     with Target(folder, gpu=_ALL) as target:
@@ -687,6 +692,7 @@ def test_a_capture_without_end_is_waited_for_in_vain_for_a_while_only(tmp_path: 
     assert _is_sound(target.told)
 
 
+@pytest.mark.breadth
 def test_captures_that_overlap_are_waited_for_from_the_latest_on(tmp_path: Path) -> None:
     folder = build(tmp_path, "-DCAPTURE_NS=1000000000ull")
     with Target(folder, gpu=_ALL) as target:
@@ -870,8 +876,8 @@ def test_versions_that_are_too_old(
     assert told.tier == tier
 
 
-@pytest.mark.parametrize(
-    ("symbol", "tier"),
+@cases(
+    "symbol,tier",
     [
         ("cuptiPCSamplingGetData", HelperTier.TIMES),
         ("cuptiGetCubinCrc", HelperTier.TIMES),
@@ -1076,8 +1082,8 @@ def test_without_libcupti_it_says_so(standin: Path, tmp_path: Path) -> None:
     assert told.tier == HelperTier.LAUNCHES
 
 
-@pytest.mark.parametrize(
-    ("older", "newer", "driver", "chosen"),
+@cases(
+    "older,newer,driver,chosen",
     [
         (20, 28, 12090, 28),  # the first one samples no stalls
         (26, 28, 12090, 26),  # it does
@@ -1134,6 +1140,7 @@ def test_a_real_cupti_that_refuses_is_told(standin: Path, tmp_path: Path) -> Non
         ("address,undefined", {"ASAN_OPTIONS": "detect_leaks=0:exitcode=66"}),
     ],
 )
+@pytest.mark.breadth
 def test_sanitizers_find_nothing(tmp_path: Path, sanitizer: str, options: dict[str, str]) -> None:
     folder = build(tmp_path, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
     with Target(folder, gpu=_ALL, environment=options) as target:

@@ -309,6 +309,7 @@ def test_a_stop_waits_for_the_end_of_a_capture(standin: Path) -> None:
     assert _is_sound(told)
 
 
+@pytest.mark.breadth
 def test_a_pause_that_waits_for_a_capture_looks_for_its_end_seldom(tmp_path: Path) -> None:
     # GIVEN a capture in which a pause is due: 50 ms after sampling began
     folder = build(tmp_path, "-DDUTY_NS=100000000ull")
@@ -364,6 +365,7 @@ def test_a_start_takes_a_stop_back_that_waits(standin: Path) -> None:
     assert _is_sound(target.told)
 
 
+@pytest.mark.breadth
 def test_a_stop_waits_for_a_capture_without_end_for_a_while_only(tmp_path: Path) -> None:
     folder = build(tmp_path, "-DCAPTURE_NS=1000000000ull")
     with _captured(folder) as (target, control):
@@ -408,6 +410,7 @@ def test_an_exit_in_a_capture_waits_for_nothing(standin: Path) -> None:
         ("address,undefined", {"ASAN_OPTIONS": "detect_leaks=0:exitcode=66"}),
     ],
 )
+@pytest.mark.breadth
 def test_sanitizers_find_nothing_in_windows(
     tmp_path: Path, sanitizer: str, options: dict[str, str]
 ) -> None:

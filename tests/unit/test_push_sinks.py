@@ -24,6 +24,7 @@ from aiflame.agent.sinks.otlp import OtlpSink
 from aiflame.agent.sinks.otlp import Settings as OtlpSettings
 from aiflame.agent.sinks.pyroscope import PyroscopeSink
 from aiflame.agent.sinks.pyroscope import Settings as PyroscopeSettings
+from breadth import cases
 from busy_host import busy_host, busy_profile
 from device_profiles import (
     hostile_device_profile,
@@ -391,7 +392,7 @@ def test_no_request_is_longer_than_a_collector_takes() -> None:
     assert sum(request.samples for request in requests) == 18_000
 
 
-@pytest.mark.parametrize("containers", [1, 7])
+@cases("containers", [7, 1])
 def test_what_is_split_often_adds_up(monkeypatch: pytest.MonkeyPatch, containers: int) -> None:
     # GIVEN limits that a stretch of time exceeds by far
     limit = 60_000

@@ -125,6 +125,7 @@ def _alarms(
     ("hosts", "windows", "alike"),
     [(40, 3, False), (12, 5, False), (3, 20, True), (64, 1, True)],
 )
+@pytest.mark.breadth
 def test_a_program_that_has_not_changed_seldom_gives_alarm(
     hosts: int, windows: int, alike: bool
 ) -> None:

@@ -233,6 +233,7 @@ def test_plain_mode_leaves_out_dwarf_and_demangling(tmp_path: Path) -> None:
     assert chain == (SourceFrame(OUTERMOST, "", 0, False),)
 
 
+@pytest.mark.breadth
 def test_random_damage_of_a_real_program_costs_only_names(tmp_path: Path) -> None:
     """GIVEN 150 copies with wrong bytes anywhere, THEN none raises, and every answer is shaped."""
     program = build(tmp_path, "-g")

@@ -33,6 +33,7 @@ def test_least_recently_used_files_go_first(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
 
 
+@pytest.mark.breadth
 def test_many_processes_that_write_a_file_each_stay_within_the_bound(tmp_path: Path) -> None:
     most = 0
     for number in range(4000):

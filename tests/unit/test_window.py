@@ -312,6 +312,7 @@ def test_a_window_ends_before_it_has_more_samples_of_devices_than_it_may() -> No
     assert (kept, windows) == (40 * 300, 20)
 
 
+@pytest.mark.breadth
 def test_a_process_that_makes_code_all_the_time_is_forgotten_bit_by_bit() -> None:
     # GIVEN a process in which each window brings 200 functions that no other has
     builder = WindowBuilder(Bounds(kept_stacks=500))
