@@ -62,10 +62,7 @@ class _NamedRanges:
 
     def __init__(self) -> None:
         self._recent: Recent[RangeKey, NamedRange] = Recent(*_RANGES, leaving=self._forget)
-        self._begins: dict[int, list[int]] = {}  # of each file, sorted
-
-    def __contains__(self, key: RangeKey) -> bool:
-        return key in self._recent
+        self._begins: dict[int, list[int]] = {}  # those of each file, sorted
 
     def find(self, file: int, address: int) -> NamedRange | None:
         begins = self._begins.get(file, ())
