@@ -92,11 +92,15 @@ def test_two_hundred_calls_deep_are_two_hundred_frames(run: Run) -> None:
     on_cpu = rows_of(run.profile, "descend", "shallow", SampleClass.ON_CPU)
     stacks = [frames_of(run.profile, stack) for stack in on_cpu["stack"]]
     # The C library has no frame pointers: in its clock, the caller is missing.
+    is_own = np.array([frames[-1] == "descend" for frames in stacks])
     own = [frames for frames in stacks if frames[-1] == "descend"]
-    assert own
-    assert {frames.count("descend") for frames in own} == {200}
+    counts, depths = on_cpu["count"][is_own], [frames.count("descend") for frames in own]
+    # On the way down, which takes microseconds, a page of the stack may be waited for.
+    assert counts[np.array(depths) == 200].sum() >= 0.95 * counts.sum() > 0
+    assert max(depths) == 200
     assert {frames[0] for frames in own} <= _STARTS
-    assert {len(frames) - frames.index("diver") for frames in own} == {201}
+    lengths = [len(frames) - frames.index("diver") for frames in own]
+    assert lengths == [depth + 1 for depth in depths]
 
 
 def test_what_is_deeper_than_is_kept_says_so(run: Run) -> None:

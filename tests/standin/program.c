@@ -38,6 +38,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+/* Of each kind: a test makes 250 contexts. */
 #define MOST 256
 
 cu_result cuInit(uint32_t flags);
