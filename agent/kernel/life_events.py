@@ -52,7 +52,12 @@ _BODIES = {
 }
 # Each is a multiple of u64 (kernel/events/core.c), and has a header and its time at least.
 _ALIGNMENT, _LEAST_RECORD_BYTES = 8, 16
-_LEAST_BYTES = {number: _HEADER.size + body.size + _TIME.size for number, body in _BODIES.items()}
+# By number; others are passed over.
+_LEAST_SIZES = np.full(max(_BODIES) + 2, _LEAST_RECORD_BYTES, np.int64)
+for _number, _body in _BODIES.items():
+    _LEAST_SIZES[_number] = _HEADER.size + _body.size + _TIME.size
+# In the header.
+_SIZE_AT = 6
 
 # Each process maps the same few files: their names are made, and kept by those who keep events,
 # once. A path has 4,096 bytes at most, and 50 mostly.
@@ -154,18 +159,19 @@ class LifeRecords:
 
         What is no record ends a part, and counts as one that was lost.
         """
-        found: list[bytes] = []
-        begins: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)]
-        size_of_all = 0
+        data = b"".join(parts)
+        begins: list[int] = []
+        of_parts = [0]
         for part in parts:
-            positions, size = _positions(part)
-            if size < len(part):
-                positions.append(size)
-                part = part[:size] + _NO_RECORD
-            begins.append(np.array(positions, np.int64) + size_of_all)
-            found.append(part)
-            size_of_all += len(part)
-        return _in_order(b"".join(found), np.concatenate(begins))
+            begins += _begins(part, of_parts[-1])
+            of_parts.append(of_parts[-1] + len(part))
+        found = np.array(begins, np.int64)
+        if not (
+            all(len(part) % _ALIGNMENT == 0 for part in parts)
+            and _are_records(data, found, np.array(of_parts)).all()
+        ):
+            return LifeRecords.of([_cut(part) for part in parts])
+        return _in_order(data, found)
 
     def __len__(self) -> int:
         return len(self.ns)
@@ -202,21 +208,51 @@ class LifeRecords:
         return b"".join([data[begin:end] for begin, end in spans])
 
 
-def _positions(data: bytes) -> tuple[list[int], int]:
-    """Returns where records begin, and where the last whole one ends."""
+def _begins(data: bytes, at_byte: int) -> list[int]:
+    """Returns where records begin, as far as their sizes are right.
+
+    Args:
+        data: Of one CPU.
+        at_byte: What its first byte is.
+    """
     found = []
-    at, end = 0, len(data) & -_ALIGNMENT
-    sizes = memoryview(data)[:end].cast("H")
-    while at < end:
-        size = sizes[(at >> 1) + 3]
-        if size < _LEAST_RECORD_BYTES or size % _ALIGNMENT or at + size > end:
-            break
-        number = sizes[at >> 1]
-        if size < _LEAST_BYTES.get(number, 0):
-            break
-        found.append(at)
-        at += size
-    return found, at
+    sizes = memoryview(data)[: len(data) & -_ALIGNMENT].cast("H")
+    at, count, shift = _SIZE_AT >> 1, len(sizes), at_byte - _SIZE_AT
+    while at < count:
+        found.append((at << 1) + shift)
+        at += sizes[at] >> 1 or count
+    return found
+
+
+def _are_records(
+    data: bytes, begins: npt.NDArray[np.int64], of_parts: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Returns which are whole records; what follows one that is none is nothing.
+
+    Args:
+        data: Of all CPUs, a multiple of `_ALIGNMENT`.
+        begins: Where records may begin.
+        of_parts: Where what is of each CPU begins, and where all ends.
+    """
+    words = np.frombuffer(data, "<u4")
+    numbers, sizes = words[begins >> 2], (words[(begins >> 2) + 1] >> 16).astype(np.int64)
+    least = _LEAST_SIZES[np.minimum(numbers, len(_LEAST_SIZES) - 1)]
+    ends = of_parts[np.searchsorted(of_parts, begins, "right")]
+    are_records: npt.NDArray[np.bool_] = (
+        (sizes >= least) & (sizes % _ALIGNMENT == 0) & (begins + sizes <= ends)
+    )
+    return are_records
+
+
+def _cut(part: bytes) -> bytes:
+    """Returns the records of one CPU up to what is none, which counts as one that was lost."""
+    whole = part[: len(part) & -_ALIGNMENT]
+    begins = np.array(_begins(whole, 0), np.int64)
+    is_record = _are_records(whole, begins, np.array([0, len(whole)]))
+    if is_record.all() and len(whole) == len(part):
+        return part
+    end = len(whole) if is_record.all() else int(begins[is_record.argmin()])
+    return part[:end] + _NO_RECORD
 
 
 def _in_order(data: bytes, begins: npt.NDArray[np.int64]) -> LifeRecords:

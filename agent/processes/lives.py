@@ -14,9 +14,9 @@ from __future__ import annotations
 import bisect
 import itertools
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +43,8 @@ _MAX_ENDED = 2048
 # Processes that began and ended between two reads are kept as they were told of if they are so many
 # at least. So there are some hundred such lots to look through.
 _LEAST_TOGETHER = 8
+# What was told of others is kept with it, up to as much again: to copy the rest takes longer.
+_MOST_OF_OTHERS = 2
 # Of one pid: a script is one exec or two, and a sample of what was before them may still come.
 _MAX_LIVES = 16
 # Of one life: PyTorch maps 300 files to run. A JIT may map without end.
@@ -124,12 +126,61 @@ class _End(NamedTuple):
     ns: int
 
 
-class _Span(NamedTuple):
-    """Where the records of a process begin and end in a batch, and the number of its end."""
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """Processes of which records tell all, from their beginning to their end, and that made none.
 
-    begin: int
-    end: int
-    end_number: int
+    Attributes:
+        at: Where records are, sorted by pid, then in order.
+        begins, ends: Of each process in `at`, shape (n,).
+        pids: Of each, in order of these.
+        parents: Pids as well.
+        has_parent_changed: Records tell of its parent as well, by which it matters when it was
+            made.
+    """
+
+    at: npt.NDArray[np.int64]
+    begins: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    pids: npt.NDArray[np.uint32]
+    parents: npt.NDArray[np.uint32]
+    has_parent_changed: npt.NDArray[np.bool_]
+
+    @property
+    def forks(self) -> npt.NDArray[np.int64]:
+        """Where each begins."""
+        return self.at[self.begins]
+
+    @property
+    def forks_in_order(self) -> npt.NDArray[np.int64]:
+        """Where those begin that depend on what their parents were just then."""
+        return self.forks[self.has_parent_changed]
+
+    @property
+    def all_at(self) -> npt.NDArray[np.int64]:
+        """Where all records of these are, sorted by pid, then in order."""
+        sizes = self.ends - self.begins
+        shifts = self.begins - (np.cumsum(sizes) - sizes)
+        chosen: npt.NDArray[np.int64] = np.repeat(shifts, sizes) + np.arange(sizes.sum())
+        return self.at[chosen]
+
+    def left(self, count: int) -> npt.NDArray[np.int64]:
+        """Returns where those of all records are that are to be taken in at once."""
+        is_left = np.ones(count, bool)
+        is_left[self.all_at] = False
+        is_left[self.forks_in_order] = True
+        return np.flatnonzero(is_left)
+
+    def chosen(self, which: npt.NDArray[np.bool_]) -> _Over:
+        """Returns some of them."""
+        return _Over(
+            self.at,
+            self.begins[which],
+            self.ends[which],
+            self.pids[which],
+            self.parents[which],
+            self.has_parent_changed[which],
+        )
 
 
 @dataclass(slots=True)
@@ -137,20 +188,24 @@ class _Batch:
     """Processes that began and ended between two reads, decoded when somebody asks for one.
 
     Attributes:
-        records: What was told of them, sorted by pid, then in order.
-        spans: Of each, by pid.
+        records: What was told, of others as well.
+        over: Which of it is of these, sorted by pid.
+        end_numbers: Of each of these the number of its end.
+        members: The pids of those that are still for this batch to tell of.
         parents: What their parents were when they made them, by pid, None where not known: of those
             of which nothing else was told then.
         forked: What the others began as, by pid.
         size: How many mappings this counts for.
-        first_ns: Of all records.
+        first_ns: Of all that was told.
         last_end: The highest number of an end.
         has_gap: Events were lost since that may have been about them.
         decoded: The lives of those that somebody has asked for, by pid.
     """
 
     records: LifeRecords
-    spans: dict[int, _Span]
+    over: _Over
+    end_numbers: npt.NDArray[np.int64]
+    members: set[int]
     parents: dict[int, Life | None]
     forked: dict[int, Life]
     size: int
@@ -159,25 +214,37 @@ class _Batch:
     has_gap: bool = False
     decoded: dict[int, list[Life]] = field(default_factory=dict)
 
+    def end_of(self, pid: int) -> _End:
+        """Returns the end of a member."""
+        at = self._row(pid)
+        ended_ns = int(self.records.ns[self.over.at[self.over.ends[at] - 1]])
+        return _End(int(self.end_numbers[at]), pid, ended_ns)
+
     def lives_of(self, pid: int, forgotten: int) -> list[Life]:
         """Returns the lives of a process, unless the number of its end is one that is forgotten."""
-        span = self.spans.get(pid)
-        if span is None or span.end_number <= forgotten:
+        if pid not in self.members:
+            return []
+        at = self._row(pid)
+        if self.end_numbers[at] <= forgotten:
             return []
         lives = self.decoded.get(pid)
         if lives is None:
-            lives = self.decoded[pid] = self._decode(pid, span)
+            lives = self.decoded[pid] = self._decode(pid, at)
         return lives
 
-    def _decode(self, pid: int, span: _Span) -> list[Life]:
+    def _row(self, pid: int) -> int:
+        return int(np.searchsorted(self.over.pids, pid))
+
+    def _decode(self, pid: int, row: int) -> list[Life]:
+        fork, *others = self.over.at[self.over.begins[row] : self.over.ends[row] - 1].tolist()
         forked = self.forked.get(pid)
         if forked is None:
-            ns = int(self.records.ns[span.begin])
-            parent_pid = int(self.records.parents[span.begin])
+            parent_pid = int(self.over.parents[row])
+            ns = int(self.records.ns[fork])
             forked = _child_of(self.parents[parent_pid], ns, parent_pid)
         lives = [forked]
         grown = len(forked.mapped)
-        for at in range(span.begin + 1, span.end - 1):
+        for at in others:
             grown += _live_on(lives, self.records.event(at))
         self.size += max(grown, 0)
         if self.has_gap:
@@ -202,7 +269,6 @@ class Lives:
         self.lost = 0
         self._lives: dict[int, list[Life]] = {}  # by pid, in order of their beginnings
         self._batches: deque[_Batch] = deque()  # of a pid that has lives as well, older ones
-        self._in_batches = Counter[int]()  # in how many of these a pid is
         self._ends = 0  # that were told of
         self._ended: deque[_End] = deque()
         self._only: set[int] | None = None
@@ -315,14 +381,13 @@ class Lives:
 
     def _add(self, batch: _Batch) -> None:
         self._batches.append(batch)
-        self._in_batches.update(batch.spans.keys())
         self._mapped += batch.size
 
     def _newest_first(self, pid: int, until_ns: int) -> Iterator[Life]:
         """Yields the lives of a pid, but for some that begin after a time."""
         yield from reversed(self._lives.get(pid, ()))
-        for batch in reversed(self._batches) if pid in self._in_batches else ():
-            if batch.first_ns <= until_ns:
+        for batch in reversed(self._batches):
+            if pid in batch.members and batch.first_ns <= until_ns:
                 size = batch.size
                 lives = batch.lives_of(pid, self._ends - _MAX_ENDED)
                 self._mapped += batch.size - size
@@ -362,21 +427,20 @@ class Lives:
 
         Its first thread has ended then, and others go on.
         """
-        if pid not in self._lives and pid in self._in_batches:
-            for batch in reversed(self._batches):
-                size = batch.size
-                lives = batch.lives_of(pid, self._ends - _MAX_ENDED)
-                if lives:
-                    self._mapped += batch.size - size
-                    batch.size -= sum(map(_size, lives))
-                    del batch.decoded[pid]
-                    span = batch.spans.pop(pid)
-                    self._leave_batch(pid)
-                    ended_ns = int(batch.records.ns[span.end - 1])
-                    bisect.insort(self._ended, _End(span.end_number, pid, ended_ns))
-                    self._lives[pid] = lives
-                    break
-        return self._lives.get(pid, [])
+        if pid in self._lives:
+            return self._lives[pid]
+        for batch in reversed(self._batches):
+            size = batch.size
+            lives = batch.lives_of(pid, self._ends - _MAX_ENDED)
+            if lives:
+                self._mapped += batch.size - size
+                batch.size -= sum(map(_size, lives))
+                bisect.insort(self._ended, batch.end_of(pid))
+                batch.members.discard(pid)
+                del batch.decoded[pid]
+                self._lives[pid] = lives
+                return lives
+        return []
 
     def _current(self, pid: int) -> Life | None:
         return next(self._newest_first(pid, _NEVER_NS), None)
@@ -408,15 +472,7 @@ class Lives:
 
     def _drop_batch(self) -> None:
         """Forgets the processes that were read together first."""
-        batch = self._batches.popleft()
-        self._mapped -= batch.size
-        for pid in batch.spans:
-            self._leave_batch(pid)
-
-    def _leave_batch(self, pid: int) -> None:
-        self._in_batches[pid] -= 1
-        if not self._in_batches[pid]:
-            del self._in_batches[pid]
+        self._mapped -= self._batches.popleft().size
 
     def _drop_ended(self) -> None:
         """Forgets the process that ended first."""
@@ -491,72 +547,21 @@ def _map(life: Life, event: Mapped) -> int:
     return len(life.mapped) - count
 
 
-@dataclass(frozen=True, slots=True)
-class _Over:
-    """Processes of which records tell all, from their beginning to their end, and that made none.
-
-    Attributes:
-        at: Where records are, sorted by pid, then in order.
-        begins, ends: Of each process in `at`, shape (n,).
-        parents: Pids.
-        has_parent_changed: Records tell of its parent as well, by which it matters when it was
-            made.
-    """
-
-    at: npt.NDArray[np.int64]
-    begins: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
-    parents: npt.NDArray[np.uint32]
-    has_parent_changed: npt.NDArray[np.bool_]
-
-    @property
-    def forks(self) -> npt.NDArray[np.int64]:
-        """Where each begins."""
-        return self.at[self.begins]
-
-    @property
-    def forks_in_order(self) -> npt.NDArray[np.int64]:
-        """Where those begin that depend on what their parents were just then."""
-        return self.forks[self.has_parent_changed]
-
-    @property
-    def all_at(self) -> npt.NDArray[np.int64]:
-        """Where all records of these are, sorted by pid, then in order."""
-        sizes = self.ends - self.begins
-        shifts = self.begins - (np.cumsum(sizes) - sizes)
-        chosen: npt.NDArray[np.int64] = np.repeat(shifts, sizes) + np.arange(sizes.sum())
-        return self.at[chosen]
-
-    def left(self, count: int) -> npt.NDArray[np.int64]:
-        """Returns where those of all records are that are to be taken in at once."""
-        is_left = np.ones(count, bool)
-        is_left[self.all_at] = False
-        is_left[self.forks_in_order] = True
-        return np.flatnonzero(is_left)
-
-    def chosen(self, which: npt.NDArray[np.bool_]) -> _Over:
-        """Returns some of them."""
-        return _Over(
-            self.at,
-            self.begins[which],
-            self.ends[which],
-            self.parents[which],
-            self.has_parent_changed[which],
-        )
-
-
 def _over(records: LifeRecords) -> _Over:
     """Returns the processes that began and ended within records: they concern nobody else."""
     at = np.argsort(records.pids, kind="stable")
     pids, numbers = records.pids[at], records.numbers[at]
     begins = np.flatnonzero(np.r_[True, pids[1:] != pids[:-1]])
     ends = np.r_[begins[1:], len(pids)]
-    forks = np.add.reduceat(numbers == FORK, begins, dtype=np.int64)
+    is_fork = numbers == FORK
+    forks = np.add.reduceat(is_fork, begins, dtype=np.int64)
     exits = np.add.reduceat(numbers == EXIT, begins, dtype=np.int64)
-    is_over = (numbers[begins] == FORK) & (numbers[ends - 1] == EXIT) & (forks == 1) & (exits == 1)
-    is_over &= ~np.isin(pids[begins], records.parents[records.numbers == FORK])
-    parents = records.parents[at[begins]]
-    return _Over(at, begins, ends, parents, np.isin(parents, pids[begins])).chosen(is_over)
+    is_over = is_fork[begins] & (numbers[ends - 1] == EXIT) & (forks == 1) & (exits == 1)
+    pids, of_forks = pids[begins], records.parents[at]
+    # Few, mostly: one makes many.
+    is_over &= ~np.isin(pids, np.unique(of_forks[is_fork]))
+    parents = of_forks[begins]
+    return _Over(at, begins, ends, pids, parents, np.isin(parents, pids)).chosen(is_over)
 
 
 def _batch_of(
@@ -570,16 +575,15 @@ def _batch_of(
 
     Args: as of a `_Batch`, and of `Lives._take_in`.
     """
-    chosen = records.chosen(over.all_at)
-    sizes = over.ends - over.begins
-    ends = np.cumsum(sizes)
     numbers = end_numbers[over.at[over.ends - 1]]
-    rows = (records.pids[over.forks], over.has_parent_changed, ends - sizes, ends, numbers)
-    spans = {
-        pid: _Span(begin, end, number)
-        for pid, has_changed, begin, end, number in zip(*(r.tolist() for r in rows), strict=True)
-        if not has_changed or pid in forked
-    }
+    first_ns, last_end = int(records.ns[0]), int(numbers.max())
+    members = {*over.pids[~over.has_parent_changed].tolist(), *forked}
+    chosen = over.all_at
+    if len(chosen) * _MOST_OF_OTHERS < len(records):
+        records = records.chosen(chosen)
+        sizes = over.ends - over.begins
+        ends = np.cumsum(sizes)
+        over = replace(over, at=np.arange(len(chosen)), begins=ends - sizes, ends=ends)
     begun = [*forked.values(), *(life for life in parents.values() if life is not None)]
-    size = sum(map(_size, begun)) + max(len(chosen), len(chosen.data) // _MAPPED_BYTES)
-    return _Batch(chosen, spans, parents, forked, size, int(records.ns[0]), int(numbers.max()))
+    size = sum(map(_size, begun)) + max(len(records), len(records.data) // _MAPPED_BYTES)
+    return _Batch(records, over, numbers, members, parents, forked, size, first_ns, last_end)

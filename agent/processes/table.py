@@ -250,6 +250,8 @@ class ProcessTable:
         lives: What the kernel told of processes, which may be gone.
 
     Attributes:
+        images: Those that are not forgotten, by index.
+        code_makers: Those of them that make code, likewise.
         joined: How many images were joined so far.
     """
 
@@ -263,7 +265,8 @@ class ProcessTable:
     ) -> None:
         self.start_ns = self.first_image = start_ns
         self._current_image = current_image
-        self.images: dict[int, ProcessImage] = {}  # by index
+        self.images: dict[int, ProcessImage] = {}
+        self.code_makers: dict[int, ProcessImage] = {}
         self._opener = inspector.opener
         self.memory = inspector.memory
         self.binaries = BinaryTable(inspector, facts)
@@ -347,6 +350,7 @@ class ProcessTable:
         """Forgets images, with all of their threads, and single threads."""
         for image in images:
             self.images.pop(image.index, None)
+            self.code_makers.pop(image.index, None)
             self._by_key.pop((image.pid, image.image), None)
             self._threads.pop(image.index, None)
             self._python_names.pop(image.index, None)
@@ -758,6 +762,10 @@ class ProcessTable:
         if is_new and image.index in self.images:
             self._changed[image.index] = image
             self._remapped[image.index] = image
+            if image.makes_code:
+                self.code_makers[image.index] = image
+            else:
+                self.code_makers.pop(image.index, None)
         return is_new
 
     def unknown_address(self, image: ProcessImage, is_certain: bool) -> None:

@@ -34,9 +34,10 @@ _PAUSE_NS = abi.LONG_WAIT_NS // 2
 _MOST_WALKED = 250
 # Stacks that several waits share.
 _MOST_SHARED = 1 << 14
-# A sweep looks at each thread of a host: where little is to be done, a thousandth of a CPU is for
-# those between the ends of windows.
-_TIMES_APART = 1000
+# A sweep looks at each thread of a host: where less is to be done, those between the ends of
+# windows are so many times as far apart as they take, times the thrift. With the most of it, a host
+# of 10,000 threads has none between: of those that sleep for ten seconds it would walk 15.
+_TIMES_APART = 250
 # How often a wait is walked whose tables are not there yet.
 _MOST_TRIES = 3
 
@@ -102,7 +103,7 @@ class LongWaits:
             return
         if self.thrift > 1:
             took_ns = time.thread_time_ns() - begun_ns
-            self.due_ns = max(self.due_ns, now_ns + _TIMES_APART * took_ns)
+            self.due_ns = max(self.due_ns, now_ns + _TIMES_APART * self.thrift * took_ns)
         found = found[found["switched_ns"] <= now_ns - least_ns]
         # The longest first.
         most = _MOST_WALKED // self.thrift

@@ -52,7 +52,7 @@ class NamingChannel:
                 self._told[index] = readable
 
     def _processes(self) -> Iterator[dict[str, Any]]:
-        makers = {image.index: image for image in self._table.images.values() if image.makes_code}
+        makers = self._table.code_makers
         for index in makers.keys() - self._told_processes:
             image = makers[index]
             yield {"process": index, "root": image.root, "uid": image.owner_uid}

@@ -87,6 +87,14 @@ def test_a_record_that_is_cut_is_one_that_was_lost(record: bytes, event: LifeEve
         assert _events_of(record[:6] + struct.pack("<H", size)) == [Lost(0, 1)]
 
 
+def test_what_is_cut_on_some_cpus_is_whole_on_others() -> None:
+    whole = [fork(pid, 8, ns) for pid, ns in ((41, 3), (42, 4), (43, 5))]
+    cut, too_large = fork(9, 8, 2)[:36], fork(9, 8, 2)[:6] + struct.pack("<H", 80) + bytes(32)
+    parts = [whole[0], cut, whole[1] + cut, too_large, b"", whole[2]]
+    others = [Forked(3, 41, 8), Forked(4, 42, 8), Forked(5, 43, 8)]
+    assert _said(LifeRecords.of(parts)) == [Lost(0, 1)] * 3 + others
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_senseless_bytes_end(seed: int) -> None:
     dice = random.Random(seed)
