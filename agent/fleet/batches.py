@@ -134,7 +134,8 @@ class _Division:
         of_kernel = part_of[self._process_of_kernel]
         of_code = of_kernel[_column([code.kernel for code in gpu.codes])]
         of_sample = of_thread[profile.samples["thread"]]
-        of_device_sample, of_time = of_code[gpu.samples["code"]], of_kernel[gpu.times["kernel"]]
+        code, kernel = gpu.samples["code"], gpu.times["kernel"]
+        of_device_sample, of_time = of_code[code], of_kernel[kernel]
         part_of_rows = {
             "processes": part_of,
             "threads": of_thread,

@@ -302,3 +302,10 @@ class GpuProfile:
     attributed: npt.NDArray[np.void] | None = None
     error: SharingError | None = None
     attributed_times: npt.NDArray[np.void] | None = None
+
+    def calls_of(self, operation: Operation) -> npt.NDArray[np.void]:
+        """Returns the rows of `calls` that do something."""
+        does = np.array([function.operation == operation for function in self.functions], np.bool_)
+        function = self.calls["function"]
+        found: npt.NDArray[np.void] = self.calls[does[function]]
+        return found

@@ -11,7 +11,7 @@ Every id is an index into the tuple or array of that name.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -411,3 +411,12 @@ class Profile:
     # Of each process, of what an agent recorded; None for one that is nobody's, () for all others.
     labels: tuple[Labels | None, ...] = ()
     accounts: Accounts = field(default_factory=Accounts)
+
+    def with_samples(self, are_kept: npt.NDArray[np.bool_]) -> Profile:
+        """Returns the same with some of the samples, and their spans; shape (samples,)."""
+        sample = self.spans["sample"]
+        spans = self.spans[are_kept[sample]]
+        numbers = np.cumsum(are_kept) - 1
+        sample = spans["sample"]
+        spans["sample"] = numbers[sample]
+        return replace(self, samples=self.samples[are_kept], spans=spans)

@@ -210,7 +210,8 @@ class ThreadTimes:
             told[:, slot] = rows["by_chance"][:, slot]
             more = np.zeros(len(rows), abi.CHANCE_TOTAL_DTYPE)
             for name in ("ns", "count"):
-                more[name] = told[name][:, slot] - before[name][:, slot]
+                now, earlier = told[name], before[name]
+                more[name] = now[:, slot] - earlier[:, slot]
             self._add_totals(tids, rows["tgid"], rows["image"], more)
         return told
 

@@ -61,9 +61,10 @@ def with_graph_nodes(profile: Profile, shown: GraphStacks = GraphStacks.BOTH) ->
     target = stack.copy()  # of each kernel time
     target[is_built] = targets[at.reshape(-1)]
     times = attributed_times(gpu)
-    own = times["stack"] == stack[times["time"]]
+    time = times["time"]
+    own = times["stack"] == stack[time]
     times = times.copy()
-    times["stack"][own] = target[times["time"]][own]
+    times["stack"][own] = target[time[own]]
     attribution = attribution_of(gpu, measured_times(gpu))
     return replace(
         profile,
@@ -143,7 +144,9 @@ def _samples(
     first = np.searchsorted(parties[0], np.arange(len(keys) + 1))
 
     kernels = np.array([code.kernel for code in gpu.codes], np.int64)
-    sampled = kernels[gpu.samples["code"][rows["sample"]]] if len(rows) else np.zeros(0, np.int64)
+    sample = rows["sample"]
+    code = gpu.samples["code"][sample]
+    sampled = kernels[code] if len(rows) else np.zeros(0, np.int64)
     own = (names[sampled] << 32) | rows["stack"].astype(np.int64)
     place = np.minimum(np.searchsorted(keys, own), max(len(keys) - 1, 0))
     is_found = (keys[place] == own) if len(keys) else np.zeros(len(rows), np.bool_)

@@ -7,8 +7,6 @@ as the one that does the work. A flame graph of wall time leaves them out, and s
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.profile import Profile, SampleClass
@@ -90,14 +88,13 @@ def without_idle(profile: Profile) -> tuple[Profile, str]:
     is_idle = idle_threads(profile)
     if not is_idle.any():
         return profile, ""
-    kept = ~is_idle[profile.samples["thread"]]
+    thread = profile.samples["thread"]
     threads = counted(int(is_idle.sum()), "thread")
-    spans = profile.spans[kept[profile.spans["sample"]]]
-    spans["sample"] = (np.cumsum(kept) - 1)[spans["sample"]]
-    shown = replace(profile, samples=profile.samples[kept], spans=spans)
+    shown = profile.with_samples(~is_idle[thread])
     left_out = f"[idle: {threads}], {_time_of(profile, is_idle)}, asleep at one location"
     return shown, f"Left out: {left_out} (--idle: with)."
 
 
 def _time_of(profile: Profile, is_idle: npt.NDArray[np.bool_]) -> str:
-    return duration(int(profile.samples["ns"][is_idle[profile.samples["thread"]]].sum()))
+    thread = profile.samples["thread"]
+    return duration(int(profile.samples["ns"][is_idle[thread]].sum()))

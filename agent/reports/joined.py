@@ -112,8 +112,9 @@ def _samples(
     first_stack = first_thread = first_sample = 0
     for side in sides:
         is_counted = view.selects(side.samples["klass"])
-        own, own_spans = side.samples[is_counted], side.spans[is_counted[side.spans["sample"]]]
-        own_spans["sample"] = first_sample + (np.cumsum(is_counted) - 1)[own_spans["sample"]]
+        counted = side.with_samples(is_counted)
+        own, own_spans = counted.samples, counted.spans
+        own_spans["sample"] += first_sample
         own["stack"] += first_stack
         own["thread"] += first_thread
         samples.append(own)

@@ -63,8 +63,7 @@ class KernelStats:
 
 def launch_calls(gpu: GpuProfile) -> npt.NDArray[np.void]:
     """Return the rows of `gpu.calls` that are launches of a kernel."""
-    is_launch = np.array([f.operation == Operation.LAUNCH for f in gpu.functions], np.bool_)
-    found = gpu.calls[is_launch[gpu.calls["function"]]]
+    found = gpu.calls_of(Operation.LAUNCH)
     launches: npt.NDArray[np.void] = found[found["kernel"] != NONE]
     return launches
 

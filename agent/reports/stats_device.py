@@ -359,8 +359,7 @@ def _calls(profile: Profile, limit: int) -> Table:
     gpu = profile.gpu
     counts = np.zeros(len(gpu.functions), np.uint64)
     np.add.at(counts, gpu.calls["function"], gpu.calls["count"])
-    is_launch = np.array([f.operation == Operation.LAUNCH for f in gpu.functions], np.bool_)
-    launches = int(counts[is_launch].sum())
+    launches = int(gpu.calls_of(Operation.LAUNCH)["count"].sum())
     order = [i for i in np.argsort(-counts.astype(np.int64), kind="stable").tolist() if counts[i]]
     return Table(
         "Calls of device APIs",
@@ -387,13 +386,11 @@ def _rate(count: int, profile: Profile) -> str:
 
 
 def _bytes(profile: Profile, operation: Operation) -> Table:
-    gpu = profile.gpu
     is_copy = operation is Operation.COPY
     wanted = (operation,) if is_copy else (Operation.ALLOCATE, Operation.FREE)
     rows = []
     for what in wanted:
-        chosen = np.array([f.operation == what for f in gpu.functions], np.bool_)
-        calls = gpu.calls[chosen[gpu.calls["function"]]]
+        calls = profile.gpu.calls_of(what)
         for direction in Direction if is_copy else (None,):
             own = calls if direction is None else calls[calls["direction"] == direction]
             if len(own):

@@ -120,4 +120,5 @@ def row_by_sample(
 ) -> npt.NDArray[np.int64]:
     """Return the row that has the self time of each sample; for the others see `self_by_row`."""
     is_on_cpu = samples["klass"] == SampleClass.ON_CPU
-    return np.where(is_on_cpu, innermost[samples["stack"]], charged[samples["stack"]])
+    stack = samples["stack"]
+    return np.where(is_on_cpu, innermost[stack], charged[stack])

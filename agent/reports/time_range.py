@@ -111,12 +111,9 @@ def _gpu_in_range(gpu: GpuProfile, first_s: int, end_s: int, chosen: TimeRange) 
     attribution = attribution_of(gpu, measured_times(gpu))
     attributed = attribution.rows
     is_in = _is_within(gpu.samples["interval"], first_s, end_s)
-    attributed = attributed[is_in[attributed["sample"]]]
-    attributed["sample"] = (np.cumsum(is_in) - 1)[attributed["sample"]]
+    attributed = _of_kept(attributed, "sample", is_in)
     ended_in = _is_within(gpu.times["end_ns"] // NS_PER_S, first_s, end_s)
-    times = attributed_times(gpu)
-    times = times[ended_in[times["time"]]]
-    times["time"] = (np.cumsum(ended_in) - 1)[times["time"]]
+    times = _of_kept(attributed_times(gpu), "time", ended_in)
     return replace(
         gpu,
         calls=gpu.calls[_is_within(gpu.calls["interval"], first_s, end_s)],
@@ -128,6 +125,18 @@ def _gpu_in_range(gpu: GpuProfile, first_s: int, end_s: int, chosen: TimeRange) 
         error=attribution.error,
         attributed_times=times,
     )
+
+
+def _of_kept(
+    rows: npt.NDArray[np.void], field: str, are_kept: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.void]:
+    """Return the rows that mention one of those that are kept, by their numbers among these."""
+    number = rows[field]
+    found: npt.NDArray[np.void] = rows[are_kept[number]]
+    numbers = np.cumsum(are_kept) - 1
+    number = found[field]
+    found[field] = numbers[number]
+    return found
 
 
 def _clipped_readings(readings: npt.NDArray[np.void], chosen: TimeRange) -> npt.NDArray[np.void]:

@@ -323,9 +323,7 @@ class _Builder:
             yield from self._device_samples()
 
     def _launches(self, of_kernel: I64) -> _Weights:
-        gpu = self._profile.gpu
-        is_launch = np.array([f.operation is Operation.LAUNCH for f in gpu.functions], np.bool_)
-        calls = gpu.calls[is_launch[gpu.calls["function"]]]
+        calls = self._profile.gpu.calls_of(Operation.LAUNCH)
         kernel = calls["kernel"].astype(np.int64)
         # A launch of nothing that is known: it has its API's function as the leaf.
         head = np.append(of_kernel, 0)[np.where(kernel == NONE, len(of_kernel), kernel)]

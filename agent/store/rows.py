@@ -269,7 +269,8 @@ def _add_samples(
         len(sample), [("klass", "u1"), ("period", "<u4"), ("process", "<u4"), ("stack", "<u4")]
     )
     keys["klass"], keys["period"] = samples["klass"], period
-    keys["process"], keys["stack"] = process_of[samples["thread"]], samples["stack"]
+    thread = samples["thread"]
+    keys["process"], keys["stack"] = process_of[thread], samples["stack"]
     found, row = np.unique(keys, return_inverse=True)
     counts, sums = np.zeros((2, len(found)), np.uint64)
     np.add.at(counts, row, count)
@@ -449,10 +450,8 @@ def _ran(gpu: GpuProfile, periods: _Periods) -> _Part:
 
 
 def _launched(gpu: GpuProfile, periods: _Periods) -> _Part:
-    is_launch = np.array([f.operation == Operation.LAUNCH for f in gpu.functions], np.bool_)
-    if not is_launch.any():
-        return
-    calls = gpu.calls[is_launch[gpu.calls["function"]] & (gpu.calls["kernel"] != NONE)]
+    calls = gpu.calls_of(Operation.LAUNCH)
+    calls = calls[calls["kernel"] != NONE]
     keys = np.zeros(len(calls), _GPU_KEY)
     keys["period"], keys["kernel"] = periods.of_second(calls["interval"]), calls["kernel"]
     keys["device"], keys["reason"], keys["stack"] = _NOTHING, _NOTHING, calls["stack"]

@@ -302,9 +302,11 @@ def mean_times(name: I64, stack: I64, names: I64, times: npt.NDArray[np.void] | 
     if times is None or not len(times):
         return np.full(len(name), np.nan)
     times = times[times["launches"] > 0]
-    times = times[names[times["kernel"]] != UNNAMED]
+    kernel = times["kernel"]
+    times = times[names[kernel] != UNNAMED]
     own = (name << 32) | stack
-    measured = (names[times["kernel"]] << 32) | times["stack"].astype(np.int64)
+    kernel = times["kernel"]
+    measured = (names[kernel] << 32) | times["stack"].astype(np.int64)
     keys, at = np.unique(np.concatenate((own, measured)), return_inverse=True)
     mine, theirs = at[: len(own)], at[len(own) :]
     total = np.bincount(theirs, times["time_ns"].astype(np.float64), len(keys))
