@@ -152,7 +152,7 @@ fleet-demo:  ## record four services by the agent for a minute, into a store: pa
 	$(VENV)/bin/python tests/fleet_demo.py $(FLEET_DEMO) --seconds $(SECONDS_OF_DEMO)
 
 # They compare times of a recording with the truth, and want the processors for themselves.
-ALONE := $(wildcard tests/bpf/test_truth_*.py tests/bpf/test_unwind_memory.py)
+ALONE := $(wildcard tests/bpf/test_truth_*.py)
 # These compare names, stacks and numbers, or have bounds for chance. The longest are the first.
 BESIDE := injection_often unwind sleepers launches helpers opencl chains groups python_names \
 	calls_hostile short_processes serialised namespaces python_chains cuda python jit graph_ids go \
@@ -162,7 +162,7 @@ ALONE := $(filter-out $(BESIDE), $(ALONE))
 # Others that have nothing to do with what else is recorded.
 BESIDE += $(addprefix tests/bpf/test_, $(addsuffix .py, help_examples descriptors hostile_files \
 	record_options output_attacks injection_python least_rights hostile_maps injection_live \
-	doctor_real dump stuck_files stuck_memory kernel_tables))
+	doctor_real dump stuck_files stuck_memory kernel_tables unwind_memory))
 
 # With chDB, where it is installed: it keeps threads, handlers and much memory wherever it is loaded.
 STORES := $(addprefix tests/, $(addsuffix .py, unit/test_store_engine unit/test_store_page \

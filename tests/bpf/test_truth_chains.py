@@ -21,6 +21,7 @@ from aiflame.agent.model.profile import Profile, SampleClass, StopReason
 from aiflame.agent.symbols.store import Store, cache_dir
 from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind.build import load, table_name
+from breadth import cases
 from chain_truth import Verdict, Wrong, judge, user_frames
 from chains import Shape, Tree, make_tree
 from recordings import Recording, Workload
@@ -35,6 +36,8 @@ _SETTLED_MS = 100
 _PATIENCE_S = 30
 # Tail calls would take callers out of the truth.
 _FLAGS = ("-fomit-frame-pointer", "-fno-optimize-sibling-calls", "-pthread")
+# By which a run has a program of its own.
+_TEST = "test_every_stack_is_the_one_that_its_leaf_can_have[{}]"
 _LAZY = ("-rdynamic", "-Wl,-z,lazy")
 
 
@@ -120,15 +123,17 @@ def _target(loads: list[Workload]) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("chains")
-    trees = {name: variant.tree for name, variant in VARIANTS.items()}
-    programs = [_build(folder / name, trees[name], v) for name, v in VARIANTS.items()]
+    tested = {item.name for item in request.session.items if item.path == request.path}
+    variants = {name: v for name, v in VARIANTS.items() if _TEST.format(name) in tested}
+    trees = {name: variant.tree for name, variant in variants.items()}
+    programs = [_build(folder / name, trees[name], v) for name, v in variants.items()]
     _fill_cache(folder, programs)
     with ExitStack() as stack:
         loads = [
             stack.enter_context(Workload([program, variant.cpu_ms]))
-            for program, variant in zip(programs, VARIANTS.values(), strict=True)
+            for program, variant in zip(programs, variants.values(), strict=True)
         ]
         with Recording(folder, *_target(loads)) as recording:
             for load in loads:
@@ -136,7 +141,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             for load in loads:
                 load.truth()
             profile = recording.stop().profile
-    pids = {name: load.pid for name, load in zip(VARIANTS, loads, strict=True)}
+    pids = {name: load.pid for name, load in zip(variants, loads, strict=True)}
     return Run(profile, trees, pids)
 
 
@@ -164,7 +169,7 @@ def _judged(run: Run, name: str) -> tuple[Counter[StopReason], Counter[Verdict]]
     return ends, verdicts
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@cases("name", VARIANTS)
 def test_every_stack_is_the_one_that_its_leaf_can_have(run: Run, name: str) -> None:
     ends, verdicts = _judged(run, name)
     samples = ends.total()
@@ -176,7 +181,4 @@ def test_every_stack_is_the_one_that_its_leaf_can_have(run: Run, name: str) -> N
     assert sum(n for verdict, n in verdicts.items() if verdict.is_judged) > 0.8 * samples
     assert sum(n for verdict, n in verdicts.items() if verdict.has_signal) > 0.005 * samples
     assert max(verdict.depth for verdict in verdicts) > 25
-
-
-def test_nothing_was_lost(run: Run) -> None:
     assert not run.profile.losses

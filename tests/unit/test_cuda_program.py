@@ -16,6 +16,7 @@ from aiflame.agent.launches.probe_sites import choose_site, read_prologue
 from aiflame.agent.launches.symbols import ApiFunction, find_functions
 from aiflame.agent.target_files import TargetFile
 from aiflame.gpu.apis.cuda import API
+from breadth import cases
 
 pytestmark = pytest.mark.slow
 
@@ -45,8 +46,8 @@ def _libcudart_of(program: Path) -> Path:
     return Path(found[1])
 
 
-@pytest.mark.parametrize("linkage", ["static", "shared"])
-@pytest.mark.parametrize("streams", ["legacy", "per-thread"])
+@cases("linkage", ["static", "shared"])
+@cases("streams", ["legacy", "per-thread"])
 def test_every_call_of_a_program_is_found(
     cuda_workload: Callable[..., Path], linkage: str, streams: str
 ) -> None:

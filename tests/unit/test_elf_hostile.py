@@ -17,6 +17,7 @@ from aiflame.agent.elf.functions import FunctionNames
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.elf.records import SYMBOL
 from aiflame.agent.target_files import MAX_CPU_S, FileGuard, TargetFile
+from breadth import cases
 from elfbytes import ALLOC_EXEC, FUNC, GLOBAL, HEADER_BYTES, Elf, Section, Symbol
 from hostile import run
 from hostile.elf import read_all, read_mutations
@@ -202,7 +203,7 @@ _FILES: list[Callable[[], Elf | bytes]] = [
 ]
 
 
-@pytest.mark.parametrize("made", _FILES, ids=lambda made: made.__name__.strip("_"))
+@cases("made", _FILES, ids=lambda made: made.__name__.strip("_"))
 def test_a_file_that_is_made_to_take_long_is_given_up(
     made: Callable[[], Elf | bytes], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.recording.ended import Ended
 from aiflame.agent.recording.thread_times import ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
+from breadth import cases
 from support import blind_inspector
 
 _PID = 4_000_000  # beyond every pid (PID_MAX_LIMIT)
@@ -160,7 +161,7 @@ def test_a_thread_that_is_there_after_its_end_is_another(recorder: _Recorder) ->
         assert times["observed_ns"].tolist() == [_S if recorder.end_ns > _S else _S - 1]
 
 
-@pytest.mark.parametrize("window_ns", [_S // 10, _S, 5 * _S])
+@cases("window_ns", [_S // 10, _S, 5 * _S])
 def test_ends_that_nobody_told_of_are_found(recorder: _Recorder, window_ns: int) -> None:
     # GIVEN a process that has ended, of which only the kernel half's table knows no more
     recorder.current[_PID] = 1

@@ -10,6 +10,7 @@ import pytest
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import ProgramOptions
 from aiflame.agent.recording.fill import Fill
+from breadth import cases
 
 _OPTIONS = ProgramOptions(
     abi.Filter.ALL, period_ns=1, stacks_max=4096, sums_max=65536, calls_max=32768
@@ -29,7 +30,7 @@ def _stores(stored: Counter[abi.Counter]) -> Fill:
     return fill
 
 
-@pytest.mark.parametrize("counter", _STORES, ids=lambda counter: counter.name)
+@cases("counter", _STORES, ids=lambda counter: counter.name)
 def test_no_store_fills_up(counter: abi.Counter) -> None:
     # GIVEN CPUs that store as it happens, and ask each time that one has stored its share
     setting, room = _STORES[counter]

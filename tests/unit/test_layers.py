@@ -7,6 +7,7 @@ Read from the sources, so that an import inside a function counts as well.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 _ROOT = Path(__file__).parents[2]
 
 
+@functools.cache  # not read where none of these tests runs
 def _modules(folder: str) -> dict[str, ast.Module]:
     return {
         ".".join(path.relative_to(_ROOT / folder).with_suffix("").parts): ast.parse(
@@ -25,8 +27,6 @@ def _modules(folder: str) -> dict[str, ast.Module]:
     }
 
 
-_MODULES = _modules("agent")
-_GPU_MODULES = _modules("gpu")
 # What each part may import of agent/, itself aside. A part is a folder, or a module at the top.
 _LEAVES = {
     "allocator",
@@ -158,7 +158,7 @@ def _part(module: str) -> str:
 def _parts_known(module: str) -> set[str]:
     """The parts of agent/ that a module imports."""
     found = set()
-    for name in _imports(_MODULES[module]):
+    for name in _imports(_modules("agent")[module]):
         if name == _PREFIX or name.startswith(f"{_PREFIX}."):
             first = name.removeprefix(_PREFIX).lstrip(".").partition(".")[0]
             found.add(first if first in _MAY_IMPORT else "")
@@ -168,20 +168,20 @@ def _parts_known(module: str) -> set[str]:
 def _who_imports(package: str) -> list[str]:
     return [
         module
-        for module, tree in _MODULES.items()
+        for module, tree in _modules("agent").items()
         if any(f"{name}.".startswith(f"{package}.") for name in _imports(tree))
     ]
 
 
 def test_every_part_has_its_rule() -> None:
-    assert {_part(module) for module in _MODULES} == set(_MAY_IMPORT)
+    assert {_part(module) for module in _modules("agent")} == set(_MAY_IMPORT)
 
 
 @pytest.mark.parametrize("part", _MAY_IMPORT)
 def test_imports_follow_the_arrows(part: str) -> None:
     wrong = {
         module: sorted(_parts_known(module) - _MAY_IMPORT[part])
-        for module in _MODULES
+        for module in _modules("agent")
         if _part(module) == part
     }
     assert {module: parts for module, parts in wrong.items() if parts} == {}
@@ -205,7 +205,7 @@ def test_captures_are_written_by_recordings_only() -> None:
 def test_a_capture_is_read_without_what_recording_needs(module: str) -> None:
     assert _parts_known(module) & {"recording", "doctor", "symbols"} == set()
     assert f"{_PREFIX}.capture.writer" not in {
-        n.rpartition(".")[0] for n in _imports(_MODULES[module])
+        n.rpartition(".")[0] for n in _imports(_modules("agent")[module])
     }
 
 
@@ -220,7 +220,7 @@ def test_few_parts_know_the_device_half() -> None:
 def test_reports_know_no_device() -> None:
     found = {
         (module, name)
-        for module, tree in _MODULES.items()
+        for module, tree in _modules("agent").items()
         if _part(module) == "reports" or module in _UNPRIVILEGED
         for name in _imports(tree)
         if _is_of(name, [_GPU]) and not _is_of(name, _GPU_OF_CAPTURES)
@@ -231,7 +231,7 @@ def test_reports_know_no_device() -> None:
 def test_the_device_half_knows_what_it_measures_and_nothing_else_of_the_agent() -> None:
     assert {
         (module, name)
-        for module, tree in _GPU_MODULES.items()
+        for module, tree in _modules("gpu").items()
         for name in _imports(tree)
         if _is_of(name, ["aiflame"]) and not _is_of(name, [_GPU, *_AGENT_OF_GPU])
     } == set()
@@ -239,14 +239,14 @@ def test_the_device_half_knows_what_it_measures_and_nothing_else_of_the_agent() 
 
 def test_families_read_files_that_a_host_opened() -> None:
     target_files = f"{_PREFIX}.target_files"
-    found = {name for tree in _GPU_MODULES.values() for name in _imports(tree)}
+    found = {name for tree in _modules("gpu").values() for name in _imports(tree)}
     assert {name for name in found if _is_of(name, [target_files])} <= _TARGET_FILES_OF_GPU
 
 
 def test_the_agent_knows_families_by_their_list_alone() -> None:
     found = {
         (module, name)
-        for module, tree in _MODULES.items()
+        for module, tree in _modules("agent").items()
         for name in _imports(tree)
         if _is_of(name, [_GPU])
     }
@@ -255,11 +255,11 @@ def test_the_agent_knows_families_by_their_list_alone() -> None:
 
 
 def test_families_know_each_other_no_more_than_the_agent_does() -> None:
-    folders = {module.partition(".")[0] for module in _GPU_MODULES if module.endswith(".family")}
+    folders = {module.partition(".")[0] for module in _modules("gpu") if module.endswith(".family")}
     assert folders, "where are the families?"
     assert {
         (module, name)
-        for module, tree in _GPU_MODULES.items()
+        for module, tree in _modules("gpu").items()
         for name in _imports(tree)
         for folder in folders - {module.partition(".")[0]}
         if module != "families" and _is_of(name, [f"{_GPU}.{folder}"])
@@ -270,7 +270,7 @@ def test_what_reports_know_of_the_device_half_knows_no_device() -> None:
     # Nor does it need anything but numpy: a capture is read where nothing can be recorded.
     of_captures = {
         module: tree
-        for module, tree in _GPU_MODULES.items()
+        for module, tree in _modules("gpu").items()
         if _is_of(f"{_GPU}.{module}", _GPU_OF_CAPTURES)
     }
     allowed = ("numpy", *_AGENT_OF_GPU, *_GPU_OF_CAPTURES, *sys.stdlib_module_names)

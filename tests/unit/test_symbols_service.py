@@ -24,6 +24,7 @@ from aiflame.agent.symbols import service as service_module
 from aiflame.agent.symbols.frames import Resolved
 from aiflame.agent.symbols.known import is_settled
 from aiflame.agent.symbols.service import Request, SymbolService
+from breadth import cases
 from elfbytes import Elf, Symbol
 from recordings import children_of
 from support import wait_until
@@ -196,7 +197,7 @@ def test_large_requests_and_answers_pass(tmp_path: Path) -> None:
     assert found[-1] == ["function_number_19999"]
 
 
-@pytest.mark.parametrize("how", ["crash", "exit", "hang", "memory", "nonsense"])
+@cases("how", ["crash", "exit", "hang", "memory", "nonsense"])
 def test_bad_binary_costs_only_itself(
     tmp_path: Path, bad_worker: tuple[str, ...], how: str
 ) -> None:
