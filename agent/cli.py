@@ -48,6 +48,10 @@ EXAMPLES
 # Of OpenBLAS, which numpy's wheels bring along.
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
+# What glibc says of a library that finds no room (elf/dl-map-segments.h, 2.36), without the reason:
+# that a file system forbids to run it is said so as well.
+_NOT_MAPPED = "failed to map segment from shared object"
+
 # Exit code of a program that a closed pipe or a Ctrl-C ends (128 + signal number).
 _EXIT_SIGINT, _EXIT_SIGPIPE = 130, 141
 
@@ -114,14 +118,19 @@ def _print_error(error: AiflameError) -> None:
 
 def _scarce_resource(error: Exception) -> AiflameError | None:
     """Returns what to say where the kernel has no more memory, processes or threads for us."""
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    is_limited = limit_bytes != resource.RLIM_INFINITY
     if isinstance(error, BlockingIOError):  # of a thread or process that could not be started
         is_memory = False
     elif isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
         is_memory = True
+    elif isinstance(error, ImportError):
+        is_memory = is_limited and _NOT_MAPPED in str(error)
+        if not is_memory:
+            return None
     else:
         return None
-    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit_bytes != resource.RLIM_INFINITY:  # a thread without room for its stack says EAGAIN
+    if is_limited:  # a thread without room for its stack says EAGAIN
         return AiflameError(
             f"out of memory: the limit of this process is {limit_bytes / 1e6:,.0f} MB",
             "ulimit -v unlimited  (systemd: LimitAS=infinity)",

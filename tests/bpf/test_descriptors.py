@@ -98,7 +98,7 @@ def test_too_few_descriptors_are_refused_at_once(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@cases("megabytes", [200, 400])
+@cases("megabytes", [200, 120, 400])
 def test_too_little_memory_is_no_internal_error(tmp_path: Path, megabytes: int) -> None:
     limit = (megabytes << 20, megabytes << 20)
     done = subprocess.run(
@@ -110,9 +110,11 @@ def test_too_little_memory_is_no_internal_error(tmp_path: Path, megabytes: int) 
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, limit),
     )
-    assert done.returncode == 1
-    assert "out of memory" in done.stderr
-    assert "ulimit -v" in done.stderr
+    # Where things lie is up to the kernel: with 200 MB one of some recordings finds room for all.
+    assert done.returncode == 1 or (megabytes > 120 and done.returncode == 0), done.stderr
+    if done.returncode:
+        assert "out of memory" in done.stderr
+        assert "ulimit -v" in done.stderr
     assert "internal error" not in done.stderr
 
 
