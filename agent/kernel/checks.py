@@ -7,6 +7,7 @@ import errno
 import os
 import platform
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,11 @@ _SECCOMP_FILTER = "2"
 _REFUSALS = frozenset({errno.EPERM, errno.ENOSYS})
 # -1 as the u32 of union bpf_attr: never open.
 _NO_FD = 0xFFFF_FFFF
+
+# A recording of two CPUs maps 800 MB: libraries, stacks of threads, maps of the kernel half. Where
+# there are fewer, CPython may wait for ever for a thread that finds no room to begin (v3.11.2,
+# Lib/threading.py, Thread.start: two of 160 recordings within 200 MB did).
+_ADDRESS_SPACE_BYTES = 1_000_000_000
 
 # bcc is imported in a child, as a recording does. It takes 0.2 s; a loaded host may crawl.
 _IMPORT_TIMEOUT_S = 60
@@ -210,6 +216,21 @@ def require_compiler() -> str:
     return done.stdout.decode(errors="replace").strip()
 
 
+def require_address_space() -> None:
+    """Refuses to go on within a limit of addresses that is too low for a recording.
+
+    Raises:
+        EnvironmentUnfit: Says how many it takes.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY and soft < _ADDRESS_SPACE_BYTES:
+        raise EnvironmentUnfit(
+            f"the limit of this process is {soft / 1e6:,.0f} MB of addresses, and a recording needs"
+            f" {_ADDRESS_SPACE_BYTES / 1e6:,.0f}, of which it uses a tenth",
+            "ulimit -v unlimited  (systemd: LimitAS=infinity)",
+        )
+
+
 def require_all() -> None:
     """Runs the checks that cost nothing; loading and attaching are checks of their own.
 
@@ -224,3 +245,4 @@ def require_all() -> None:
     require_system_calls()
     require_btf()
     descriptors.require_enough()
+    require_address_space()
