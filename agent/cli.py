@@ -120,15 +120,13 @@ def _scarce_resource(error: Exception) -> AiflameError | None:
     """Returns what to say where the kernel has no more memory, processes or threads for us."""
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     is_limited = limit_bytes != resource.RLIM_INFINITY
-    if isinstance(error, BlockingIOError):  # of a thread or process that could not be started
-        is_memory = False
-    elif isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
-        is_memory = True
-    elif isinstance(error, ImportError):
-        is_memory = is_limited and _NOT_MAPPED in str(error)
-        if not is_memory:
-            return None
-    else:
+    # Of a thread or process that could not be started it is a BlockingIOError.
+    is_memory = (
+        isinstance(error, MemoryError)
+        or getattr(error, "errno", 0) == errno.ENOMEM
+        or (isinstance(error, ImportError) and is_limited and _NOT_MAPPED in str(error))
+    )
+    if not is_memory and not isinstance(error, BlockingIOError):
         return None
     if is_limited:  # a thread without room for its stack says EAGAIN
         return AiflameError(

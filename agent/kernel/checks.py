@@ -36,7 +36,7 @@ _REFUSALS = frozenset({errno.EPERM, errno.ENOSYS})
 _NO_FD = 0xFFFF_FFFF
 
 # A recording of two CPUs maps 800 MB: libraries, stacks of threads, maps of the kernel half. Where
-# there are fewer, CPython may wait for ever for a thread that finds no room to begin (v3.11.2,
+# less is allowed, CPython may wait for ever for a thread that finds no room to begin (v3.11.2,
 # Lib/threading.py, Thread.start: two of 160 recordings within 200 MB did).
 _ADDRESS_SPACE_BYTES = 1_000_000_000
 
@@ -217,7 +217,7 @@ def require_compiler() -> str:
 
 
 def require_address_space() -> None:
-    """Refuses to go on within a limit of addresses that is too low for a recording.
+    """Refuses to go on where too little may be mapped for a recording (RLIMIT_AS).
 
     Raises:
         EnvironmentUnfit: Says how many it takes.
@@ -225,8 +225,8 @@ def require_address_space() -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY and soft < _ADDRESS_SPACE_BYTES:
         raise EnvironmentUnfit(
-            f"the limit of this process is {soft / 1e6:,.0f} MB of addresses, and a recording needs"
-            f" {_ADDRESS_SPACE_BYTES / 1e6:,.0f}, of which it uses a tenth",
+            f"this process may map {soft / 1e6:,.0f} MB, and a recording maps up to"
+            f" {_ADDRESS_SPACE_BYTES / 1e6:,.0f}, most of which never becomes memory",
             "ulimit -v unlimited  (systemd: LimitAS=infinity)",
         )
 

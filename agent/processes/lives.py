@@ -43,8 +43,6 @@ _MAX_ENDED = 2048
 # Processes that began and ended between two reads are kept as they were told of if they are so many
 # at least. So there are some hundred such lots to look through.
 _LEAST_TOGETHER = 8
-# What was told of others is kept with it, up to as much again: to copy the rest takes longer.
-_MOST_OF_OTHERS = 2
 # Of one pid: a script is one exec or two, and a sample of what was before them may still come.
 _MAX_LIVES = 16
 # Of one life: PyTorch maps 300 files to run. A JIT may map without end.
@@ -578,12 +576,12 @@ def _batch_of(
     numbers = end_numbers[over.at[over.ends - 1]]
     first_ns, last_end = int(records.ns[0]), int(numbers.max())
     members = {*over.pids[~over.has_parent_changed].tolist(), *forked}
-    chosen = over.all_at
-    if len(chosen) * _MOST_OF_OTHERS < len(records):
-        records = records.chosen(chosen)
-        sizes = over.ends - over.begins
+    sizes = over.ends - over.begins
+    # To copy what is of these takes longer than to keep some of others, unless that is most of it.
+    if sizes.sum() < len(records) / 2:
+        records = records.chosen(over.all_at)
         ends = np.cumsum(sizes)
-        over = replace(over, at=np.arange(len(chosen)), begins=ends - sizes, ends=ends)
+        over = replace(over, at=np.arange(len(records)), begins=ends - sizes, ends=ends)
     begun = [*forked.values(), *(life for life in parents.values() if life is not None)]
     size = sum(map(_size, begun)) + max(len(records), len(records.data) // _MAPPED_BYTES)
     return _Batch(records, over, numbers, members, parents, forked, size, first_ns, last_end)

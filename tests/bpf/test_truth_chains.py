@@ -36,8 +36,6 @@ _SETTLED_MS = 100
 _PATIENCE_S = 30
 # Tail calls would take callers out of the truth.
 _FLAGS = ("-fomit-frame-pointer", "-fno-optimize-sibling-calls", "-pthread")
-# By which a run has a program of its own.
-_TEST = "test_every_stack_is_the_one_that_its_leaf_can_have[{}]"
 _LAZY = ("-rdynamic", "-Wl,-z,lazy")
 
 
@@ -125,8 +123,9 @@ def _target(loads: list[Workload]) -> list[object]:
 @pytest.fixture(scope="module")
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("chains")
-    tested = {item.name for item in request.session.items if item.path == request.path}
-    variants = {name: v for name, v in VARIANTS.items() if _TEST.format(name) in tested}
+    tests = [item for item in request.session.items if item.path == request.path]
+    tested = {test.callspec.params["name"] for test in tests}
+    variants = {name: variant for name, variant in VARIANTS.items() if name in tested}
     trees = {name: variant.tree for name, variant in variants.items()}
     programs = [_build(folder / name, trees[name], v) for name, v in variants.items()]
     _fill_cache(folder, programs)

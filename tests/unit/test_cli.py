@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -239,3 +240,31 @@ def test_a_recording_imports_nothing_of_what_comes_after_it() -> None:
 def test_as_a_module() -> None:
     done = subprocess.run([*AIFLAME, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"aiflame {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [
+        (MemoryError(), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), True),
+        (ImportError("libm.so.6: failed to map segment from shared object"), True),
+        (ImportError("No module named 'numpy'"), False),
+        (OSError(errno.ENOENT, "No such file or directory"), False),
+    ],
+)
+def test_what_finds_no_room_within_a_limit_says_which(
+    error: Exception,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(_: str) -> None:
+        raise error
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2_000_000_000, 2_000_000_000))
+    monkeypatch.setattr(cli, "_parser", fail)
+    assert cli.main(["stats", "x.aiflame"]) == 1
+    said = capsys.readouterr().err
+    assert ("out of memory: the limit of this process is 2,000 MB" in said) is is_told
+    assert ("internal error" in said) is not is_told
