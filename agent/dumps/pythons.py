@@ -56,7 +56,7 @@ class PythonProcess:
         self._states: dict[int, ThreadState] = {}
         self._holders: dict[int, int | None] = {}
         self._names = thread_name_reader(memory, interpreter)
-        self.code = ProcessCode(image.index, CodeReader(memory, interpreter.layout))
+        self.code = ProcessCode(image.index, (CodeReader(memory, interpreter.layout),))
         self.is_complete = True
 
     @property
@@ -67,7 +67,7 @@ class PythonProcess:
     @property
     def drops(self) -> dict[str, int]:
         """How many code objects were not read as they are, by reason (see `CodeReader`)."""
-        return {reason: count for reason, count in self.code.reader.drops.items() if count}
+        return {reason: count for reason, count in self.code.readers[0].drops.items() if count}
 
     def refresh(self) -> None:
         """Reads which threads there are."""

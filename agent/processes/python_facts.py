@@ -42,9 +42,9 @@ class ProcessCode:
 
     Attributes:
         process: Its number in windows.
-        reader: Reads them.
-        parents_reader: Reads those of the process that it was forked from, which has the same at
-            the same addresses; None where it was not forked.
+        readers: Read them. After its own come those of the processes that it was forked from, one
+            from the other, which have the same at the same addresses; whoever has exited is left
+            out, but for the last.
         has_exited: The process is gone, or may not be read any more.
         found: By address, what was last found there; the oldest first.
         numbers: By address, under which number windows know it, where that is not the address.
@@ -52,8 +52,7 @@ class ProcessCode:
     """
 
     process: int
-    reader: CodeReader
-    parents_reader: CodeReader | None = None
+    readers: tuple[CodeReader, ...]
     has_exited: bool = False
     found: dict[int, Code | SourceFrame] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)
@@ -81,14 +80,14 @@ class ProcessCode:
 
 def _read(code: ProcessCode, addresses: Sequence[int]) -> Sequence[Code | None]:
     """Reads code objects; returns none where there is nobody to read them from any more."""
-    try:
-        return code.reader.read_many(addresses)
-    except NoMemoryAccess:
-        if code.parents_reader is None:
-            code.has_exited = True
-            return ()
-        code.reader, code.parents_reader = code.parents_reader, None
-    return _read(code, addresses)
+    while not code.has_exited:
+        reader, *others = code.readers
+        try:
+            return reader.read_many(addresses)
+        except NoMemoryAccess:
+            code.has_exited = not others
+            code.readers = tuple(others) or code.readers
+    return ()
 
 
 def _source(code: ProcessCode, found: Code | SourceFrame, position: int) -> tuple[SourceFrame, int]:
@@ -97,7 +96,7 @@ def _source(code: ProcessCode, found: Code | SourceFrame, position: int) -> tupl
         return found, 0
     if found.name == found.filename == _CLEANUP_NAME:
         return _NO_FRAME, 0
-    line = code.reader.line(found, position)  # which are kept there
+    line = code.readers[0].line(found, position)  # which are kept there
     return SourceFrame(found.qualname, found.filename, line, False), max(found.first_line, 0)
 
 

@@ -164,7 +164,7 @@ class PythonProcesses:
         """Returns what reads the code objects of a process, forked from a parent or not."""
         memory = ProcessMemory(self._table.memory, image.pid)
         reader = CodeReader(memory, loaded.layout)
-        code = ProcessCode(image.index, reader, None if parent is None else parent.code.reader)
+        code = ProcessCode(image.index, (reader, *(() if parent is None else parent.code.readers)))
         names = thread_name_reader(memory, loaded)
         return PythonProcess(image, binary, loaded, code, memory, names)
 

@@ -40,15 +40,13 @@ class _Reader:
 class _Told:
     """Facts, and the window that they make."""
 
-    def __init__(self, reader: _Reader, parents: _Reader | None = None) -> None:
+    def __init__(self, *readers: _Reader) -> None:
         self._window = DumpWindow()
         row = (_PROCESS, 7, 1, 7, 0, 0, -1, 0xFFFF_FFFF, 0, 0, 0)
         self._window.define("processes", rows_of("processes", row))
         self.losses: Counter[LossKind] = Counter()
         self._facts = PythonFacts(self._window, self.losses)
-        self._code = ProcessCode(
-            _PROCESS, cast(CodeReader, reader), cast(CodeReader | None, parents)
-        )
+        self._code = ProcessCode(_PROCESS, tuple(cast(CodeReader, reader) for reader in readers))
         self._chains = 0
 
     def tell(self, *frames: tuple[int, int]) -> None:
@@ -163,3 +161,13 @@ def test_a_forked_child_that_is_gone_has_the_names_of_its_parent() -> None:
     parent.has_ended = True
     told.tell((0x30, 1))
     assert told.losses[LossKind.PYTHON_EXITED] == 1
+
+
+def test_a_child_of_a_forked_child_has_the_names_of_whoever_is_left() -> None:
+    gone, left = _Reader({}), _Reader({0x10: _code("f")})
+    child = _Reader({})
+    told = _Told(child, gone, left)
+    child.has_ended = gone.has_ended = True
+    told.tell((0x10, 3))
+    assert told.stacks() == [["Class.f (/app/a.py:13)"]]
+    assert not +told.losses
