@@ -8,10 +8,11 @@ import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from aiflame.agent.elf.contents import for_unwinding
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import TargetFile
-from aiflame.agent.unwind.build import load_or_build
+from aiflame.agent.unwind.build import build, identity_of, load, table_name
 from aiflame.agent.unwind.table import UnwindTable
 from elfbytes import Elf, Section
 
@@ -157,6 +158,15 @@ def table_of(data: bytes, directory: Path, store: Store | None = None) -> Unwind
 def table_of_file(path: Path, store: Store | None = None) -> UnwindTable:
     fd = os.open(path, os.O_RDONLY)
     try:
-        return load_or_build(TargetFile(fd), ElfImage.from_fd(fd), store or Store(None))
+        file = TargetFile(fd)
+        image = ElfImage.read(file)
+        if store is None:
+            return build(file, image)
+        name = table_name(image.build_id, for_unwinding(file, image).digest(file))
+        table = load(name, store)
+        if table is None:
+            table = build(file, image)
+            assert store.write(name, table.to_chunks(identity_of(name)))
+        return table
     finally:
         os.close(fd)

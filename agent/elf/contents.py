@@ -95,6 +95,14 @@ class Contents(NamedTuple):
         return copy, found
 
 
+def whole_file(size_bytes: int) -> Contents:
+    """Returns all of a file.
+
+    Where that is small its digest takes less than a parser to tell what of it is needed.
+    """
+    return Contents(size_bytes, ((0, size_bytes),))
+
+
 def holds_go_table(image: ElfImage) -> Callable[[Section], bool]:
     """Returns whether a section has Go's table in it among other data."""
     names = {section.name for section in image.sections}

@@ -192,7 +192,8 @@ def group_of(fd: int) -> FileGroup | None:
     if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return None
     # Of a process's descriptor that was opened again through /proc it is the file's own mount.
-    for line in Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines():
+    # UTF-8, since each fork would import another codec.
+    for line in Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="utf-8").splitlines():
         if line.startswith("mnt_id:"):
             return FileGroup(int(line.split()[1]), facts.st_uid)
     return None

@@ -15,8 +15,8 @@ from aiflame.agent.processes.binaries import VDSO_PATH, BinaryTable
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.symbols.known import KnownTables, known_directory
 from aiflame.agent.symbols.store import Store
-from aiflame.agent.unwind.build import load, require_supported
-from aiflame.agent.unwind.questions import TABLE_NAME
+from aiflame.agent.target_files import TargetFile
+from aiflame.agent.unwind.build import load, name_of_small, require_supported
 from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.table_builder import TableBuilders
 
@@ -90,7 +90,7 @@ class CachedTables:
         if file.path == VDSO_PATH:
             # Each recording has a file of its own with it, of 8 KB: a builder would be started each
             # time only to find it in the cache.
-            return self._binaries.ask(binary, TABLE_NAME) or ""
+            return name_of_small(TargetFile(file.fd))
         return self._known.name(file.fd)
 
     def build(self, binary: int) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an open file to its unwind table, through the cache on disk.
+"""From an open file to its unwind table, and from the cache on disk.
 
 .eh_frame is what the program itself unwinds with, so it wins; .debug_frame only adds functions of
 which .eh_frame says nothing, Go's own table those of Go, and prologues those of which none does.
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.elf.contents import for_unwinding
+from aiflame.agent.elf.contents import whole_file
 from aiflame.agent.elf.headers import Headers
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.symbols.store import Cache
@@ -36,32 +36,9 @@ from aiflame.agent.unwind.sections import code_ranges, frame_sections
 from aiflame.agent.unwind.stack_starts import with_stack_starts
 from aiflame.agent.unwind.table import CorruptTable, UnwindTable
 
-# With the version of its layout and of the rows: two versions of aiflame may share a cache.
-SUFFIX = ".unwind14"
+# With the version of its layout, its rows and its name: two versions of aiflame may share a cache.
+SUFFIX = ".unwind15"
 _NO_BUILD_ID = "x"
-
-
-def load_or_build(file: TargetFile, image: ElfImage, store: Cache) -> UnwindTable:
-    """The unwind table of an open ELF file.
-
-    Args:
-        file: The file, which must not change meanwhile.
-        image: Its headers.
-        store: The cache on disk.
-
-    Returns:
-        The table, without rows for a file that has no CFI.
-
-    Raises:
-        BadUnwindInfo: The file is for another machine, or over a limit.
-        BadTargetFile: As `TargetFile.read`.
-    """
-    name = table_name(image.build_id, for_unwinding(file, image).digest(file))
-    table = load(name, store)
-    if table is None:
-        table = build(file, image)
-        store.write(name, table.to_chunks(identity_of(name)))
-    return table
 
 
 def table_name(build_id: str, digest: bytes) -> str:
@@ -69,9 +46,18 @@ def table_name(build_id: str, digest: bytes) -> str:
 
     Args:
         build_id: Of the file, "" for none.
-        digest: Of what `for_unwinding` tells.
+        digest: Of what it is made of.
     """
     return f"{build_id[:40] or _NO_BUILD_ID}-{digest.hex()[:48]}{SUFFIX}"
+
+
+def name_of_small(file: TargetFile) -> str:
+    """Returns how the cache calls the table of a small file, of which it takes all for a digest.
+
+    Raises:
+        BadTargetFile: As `Contents.digest`.
+    """
+    return table_name("", whole_file(file.size_bytes).digest(file))
 
 
 def identity_of(name: str) -> bytes:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import capstone  # noqa: F401 - parsers use it, and cannot open its files
+from aiflame.agent.elf.contents import Contents, whole_file
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.inspector.parser import BadMessage, Channel, Parser, Parsers, contents, end_as
@@ -95,11 +96,7 @@ class _Builder:
             stack.callback(os.close, fd)
             before = os.fstat(fd)
             file = TargetFile(fd, max_bytes=_MAX_FILE_BYTES)
-            parser = stack.enter_context(self._parsers.of(fd))
-            found = _outline(parser, fd, before.st_size)
-            parts, build_id = found.contents, found.build_id
-            if parts is None:
-                raise _NotBuilt("more to read than any real file has")
+            parts, build_id = self._parts(stack, fd, before.st_size)
             name = ""
             # Where nothing begins with its build id, a digest alone would be taken in vain.
             if not parts.is_small and (not build_id or self._store.holds(build_id[:40])):
@@ -112,6 +109,19 @@ class _Builder:
                     self._make(name, copy)
             self._known.keep(before, fd, name)
             return name
+
+    def _parts(self, stack: contextlib.ExitStack, fd: int, size_bytes: int) -> tuple[Contents, str]:
+        """Returns what of a file its table is called after, and the build id in that name.
+
+        Of a small file that is all of it: programs that make code make many of these.
+        """
+        whole = whole_file(size_bytes)
+        if whole.is_small:
+            return whole, ""
+        found = _outline(stack.enter_context(self._parsers.of(fd)), fd, size_bytes)
+        if found.contents is None:
+            raise _NotBuilt("more to read than any real file has")
+        return found.contents, found.build_id
 
     def _make(self, name: str, copy: int) -> None:
         # The table is for whoever has the same bytes, also another user: its parser has seen no

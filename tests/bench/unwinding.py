@@ -20,7 +20,7 @@ from aiflame.agent.kernel.unwind_tables import table_bytes
 from aiflame.agent.symbols.known import KnownTables
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import TargetFile
-from aiflame.agent.unwind.build import load, load_or_build, table_name
+from aiflame.agent.unwind.build import build, identity_of, load, table_name
 from bench import loads, tools
 from bench.events import THEIR_PROGRAM, ns_of, windows
 from bench.kernel import bpf_stats
@@ -135,14 +135,13 @@ def _table_row(path: Path, folder: Path) -> tuple[tuple[str, ...], float, float,
     fd = os.open(path, os.O_RDONLY)
     image, store = ElfImage.from_fd(fd), Store(folder / "tables")
     begin_s = time.process_time()
-    table = load_or_build(TargetFile(fd), image, store)
+    file = TargetFile(fd)
+    name = table_name(image.build_id, for_unwinding(file, image).digest(file))
+    table = build(file, image)
+    store.write(name, table.to_chunks(identity_of(name)))
     cold_s = time.process_time() - begin_s
     known = KnownTables(folder / "known")
-    known.keep(
-        os.fstat(fd),
-        fd,
-        table_name(image.build_id, for_unwinding(TargetFile(fd), image).digest(TargetFile(fd))),
-    )
+    known.keep(os.fstat(fd), fd, name)
     warm_ms = []
     for _ in range(_ROUNDS):
         begin_s = time.perf_counter()

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from aiflame.agent.elf.contents import for_unwinding
+from aiflame.agent.elf.contents import for_unwinding, whole_file
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.model.profile import Profile, SampleClass, StopReason
 from aiflame.agent.symbols.store import Store, cache_dir
 from aiflame.agent.target_files import TargetFile
-from aiflame.agent.unwind.build import load, table_name
+from aiflame.agent.unwind.build import load, name_of_small, table_name
 from breadth import cases
 from chain_truth import Verdict, Wrong, judge, user_frames
 from chains import Shape, Tree, make_tree
@@ -92,8 +92,11 @@ def _build(folder: Path, tree: Tree, variant: Variant) -> Path:
 def _has_table(binary: Path) -> bool:
     with binary.open("rb") as file:
         opened = TargetFile(file.fileno())
-        image = ElfImage.read(opened)
-        name = table_name(image.build_id, for_unwinding(opened, image).digest(opened))
+        if whole_file(opened.size_bytes).is_small:
+            name = name_of_small(opened)
+        else:
+            image = ElfImage.read(opened)
+            name = table_name(image.build_id, for_unwinding(opened, image).digest(opened))
         return load(name, Store(cache_dir())) is not None
 
 

@@ -23,11 +23,9 @@ from aiflame.agent.launches.questions import functions_among
 from aiflame.agent.python.interpreter import Interpreter
 from aiflame.agent.python.questions import KEY_BLOCK_OF_LIBRARY, interpreter_in
 from aiflame.agent.symbols import roots
-from aiflame.agent.symbols.store import Store
 from aiflame.agent.symbols.table import SymbolSource, SymbolTable
 from aiflame.agent.target_files import FileGuard, TargetFile
-from aiflame.agent.unwind.build import load_or_build
-from aiflame.agent.unwind.questions import TABLE_NAME
+from aiflame.agent.unwind.build import build
 from aiflame.agent.unwind.records import BadUnwindInfo
 from aiflame.gpu.nvidia import fatbin
 from aiflame.gpu.opencl.disassembly import instructions_of
@@ -141,7 +139,7 @@ def _timed(
 
 def _unwind_table(file: TargetFile, image: ElfImage) -> None:
     try:
-        load_or_build(file, image, Store(None))
+        build(file, image)
     except BadUnwindInfo:
         return
 
@@ -157,7 +155,6 @@ def _symbol_table(file: TargetFile, image: ElfImage) -> None:
 def _questions(image: ElfImage | None) -> Iterator[Question[Any]]:
     """All that is asked about files."""
     yield HEADERS
-    yield TABLE_NAME
     yield kernel_of("/pocl/kcache/kernel.so")
     yield interpreter_in("/usr/bin/python3.11")
     yield KEY_BLOCK_OF_LIBRARY

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.errors import AiflameError
 from aiflame.agent.symbols.outline import checked, read_outline
 from aiflame.agent.symbols.perfmap import PerfMap
 from aiflame.agent.symbols.worker import Worker
@@ -43,7 +44,6 @@ _IN_PARSERS = {
     "agent.launches.symbols:find_functions",
     "agent.python.questions:interpreter",
     "agent.python.questions:key_block",
-    "agent.unwind.questions:name_of_table",
     "gpu.nvidia.cubin:functions",
     "gpu.nvidia.cubin:unneeded",
     "gpu.nvidia.fatbin:cubin",
@@ -179,10 +179,11 @@ def test_the_worker_of_unwind_tables_parses_nothing(
     builder = _Builder(tmp_path / "cache")
     names = {builder.build(str(Path(sys.executable).resolve())) for _ in range(2)}
     assert len(names) == 1
-    # A file that is none says so.
-    (tmp_path / "script").write_text("#!/bin/sh\n")
-    with pytest.raises(BadTargetFile):
-        builder.build(str(tmp_path / "script"))
+    # A file that is none says so, also where it is not looked at as a whole.
+    for name, size_bytes in (("script", 0), ("large", 4 << 20)):
+        (tmp_path / name).write_bytes(b"#!/bin/sh\n" + bytes(size_bytes))
+        with pytest.raises(AiflameError, match="not an ELF file"):
+            builder.build(str(tmp_path / name))
     builder._parsers.close()
     assert parses_elsewhere() == 0
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.elf.image import ElfImage
-from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import TargetFile
-from aiflame.agent.unwind.build import load_or_build
+from aiflame.agent.unwind.build import build
 from aiflame.agent.unwind.prologue_x86_64 import rows_of_function
 from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.x86_64 import RbpKind, Rule, RuleKind, rule_of
@@ -58,7 +57,7 @@ def _built(folder: Path, name: str, *options: str) -> Path:
 def _table(path: Path) -> UnwindTable:
     fd = os.open(path, os.O_RDONLY)
     try:
-        return load_or_build(TargetFile(fd), ElfImage.from_fd(fd), Store(None))
+        return build(TargetFile(fd), ElfImage.from_fd(fd))
     finally:
         os.close(fd)
 

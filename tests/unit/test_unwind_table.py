@@ -7,13 +7,12 @@ import struct
 from dataclasses import replace
 from pathlib import Path
 
+import cfibytes
 import pytest
-from aiflame.agent.file_questions import BadAnswer
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.unwind import build as build_module
 from aiflame.agent.unwind import lockstep
 from aiflame.agent.unwind import x86_64 as arch
-from aiflame.agent.unwind.questions import TABLE_NAME
 from aiflame.agent.unwind.records import BadUnwindInfo
 from aiflame.agent.unwind.table import CorruptTable, UnwindTable
 from aiflame.agent.unwind.x86_64 import RbpKind, Rule, RuleKind
@@ -307,7 +306,7 @@ def test_cache_gives_the_same_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     store = Store(tmp_path / "cache")
     built = table_of(elf_with(frames), tmp_path, store)
     # THEN the second time nothing is built
-    monkeypatch.setattr(build_module, "build", None)
+    monkeypatch.setattr(cfibytes, "build", None)
     loaded = table_of(elf_with(frames), tmp_path, store)
     assert loaded.to_chunks(bytes(32)) == built.to_chunks(bytes(32))
     assert loaded.drops == built.drops == {"bad program": 1}
@@ -423,13 +422,6 @@ def test_lazy_stubs_without_cfi(stub: str, rows: list[tuple[int, int]]) -> None:
 def test_stubs_that_only_jump_leave_the_stack_alone() -> None:
     states = arch.stub_states(bytes.fromhex("f30f1efa ff2500000000 660f1f440000"))
     assert [(at, arch.rule_of(state)) for at, state in states] == [(0, rsp(8))]
-
-
-def test_a_name_that_another_version_kept_is_no_answer() -> None:
-    name = "0" * 40 + "-" + "1" * 48
-    assert TABLE_NAME.checked(name + build_module.SUFFIX) == name + build_module.SUFFIX
-    with pytest.raises(BadAnswer):
-        TABLE_NAME.checked(name + ".unwind01")
 
 
 _GREENLET = "_ZN8greenlet12UserGreenlet15inner_bootstrapEP9_greenletP7_object"
