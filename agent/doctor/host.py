@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aiflame.agent import kernelfs, rights
 from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
-from aiflame.agent.kernel import checks
+from aiflame.agent.kernel import checks, descriptors
 from aiflame.agent.kernel.arch import this_architecture
 from aiflame.agent.processes.targets import cgroup2_mounts
 from aiflame.agent.processes.taskstats import are_accounted
@@ -91,3 +91,16 @@ def seccomp(_: Context) -> Finding:
     if checks.has_seccomp_filter():
         return ok("a seccomp filter is active, and lets bpf() and perf_event_open() through")
     return ok("no seccomp filter")
+
+
+def open_files(_: Context) -> Finding:
+    """May a recording hold as many files open as it needs?"""
+    descriptors.raise_limit()  # as a recording does
+    descriptors.require_enough()
+    return ok(f"{descriptors.for_targets():,} files of targets may be held open")
+
+
+def address_space(_: Context) -> Finding:
+    """May a recording map as much as it needs?"""
+    checks.require_address_space()
+    return ok("a recording may map as much as it needs")

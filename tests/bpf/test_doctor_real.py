@@ -114,6 +114,14 @@ def test_seccomp_filter_that_lets_a_recording_through_is_no_failure() -> None:
     assert found["bpf.sample"]["status"] == "ok"
 
 
+@cases("limit, name", [("-v 400000", "os.address_space"), ("-n 60", "os.open_files")])
+def test_a_limit_that_is_too_low_is_named_with_its_cure(limit: str, name: str) -> None:
+    code, _, found = _doctor("sh", "-c", f'ulimit {limit}; exec "$@"', "sh")
+    assert (code, found[name]["status"]) == (3, "fail")
+    assert found[name]["cure"].startswith(f"ulimit {limit.split()[0]}")
+    assert found["bpf.load"]["status"] == "skip"
+
+
 # A package that was not built: its bytecode is an empty file.
 NOT_BUILT = (
     *("unshare", "--mount", "sh", "-c"),
