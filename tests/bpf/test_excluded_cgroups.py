@@ -262,6 +262,7 @@ def test_an_agent_leaves_out_a_container(groups: _Groups, tmp_path: Path) -> Non
     assert times[beside.pid] == pytest.approx(length_ns, rel=0.01)
 
 
+@pytest.mark.breadth
 def test_switches_of_what_is_excluded_cost_two_look_ups(groups: _Groups) -> None:
     out, _, name = groups
     with _running(out, _SWITCH), bpf_stats(True):

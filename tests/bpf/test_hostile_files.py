@@ -166,8 +166,9 @@ def test_a_bad_file_is_dumped(program: Callable[..., Path]) -> None:
     assert "serving" in done.stdout or "changed" in done.stdout
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
-@cases("target", ["-p", "-a"])
+@pytest.mark.parametrize("target", ["-p", "-a"])
 def test_a_file_of_few_bytes_that_would_take_hours_is_given_up(
     program: Callable[..., Path], tmp_path: Path, target: str
 ) -> None:

@@ -120,6 +120,7 @@ def test_programs_for_calls_may_be_there_before_all_others() -> None:
         programs.close()
 
 
+@pytest.mark.breadth
 def test_what_was_compiled_here_is_kept(
     no_shipped_bytecode: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

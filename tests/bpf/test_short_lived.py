@@ -114,6 +114,7 @@ def test_short_lived_programs_are_joined_with_exact_times_and_right_cgroups() ->
     assert 0 < found["load"] <= joined
 
 
+@pytest.mark.breadth
 def test_a_short_lived_program_that_is_sampled_has_its_arguments() -> None:
     mount, count = next(iter(cgroup2_mounts())), 20
     with made_groups(mount, f"{_NAME}/sampled") as (group,):

@@ -90,7 +90,8 @@ def test_what_is_queued_is_shared_by_the_time_that_it_took(
     assert found.off < 4 * found.told_if_unequal + 0.01
 
 
-@cases("is_queued", [True, False])
+@pytest.mark.breadth
+@pytest.mark.parametrize("is_queued", [True, False])
 def test_launches_have_their_samples_also_where_windows_are_longer(
     program: Path, tmp_path: Path, is_queued: bool
 ) -> None:

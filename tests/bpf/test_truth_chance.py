@@ -260,6 +260,7 @@ def test_only_the_longest_waits_are_listed_where_less_is_done() -> None:
     assert found["waits"] <= 2
 
 
+@pytest.mark.breadth
 def test_long_waits_that_nobody_has_walked_have_the_stacks_of_their_thread(
     workload: Callable[..., Path],
 ) -> None:

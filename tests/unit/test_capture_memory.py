@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import COLUMNS, NO_TIME, NONE, Window, check
@@ -92,6 +93,7 @@ def _sizes_mb(path: Path, windows: int) -> list[float]:
     return found
 
 
+@pytest.mark.breadth
 def test_memory_is_flat_after_the_first_minutes(tmp_path: Path) -> None:
     # Of its own, since what other tests freed would be taken first.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -12,7 +12,6 @@ import pytest
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.unwind import lockstep, table
 from aiflame.agent.unwind.records import MAX_PROGRAM_BYTES, BadUnwindInfo
-from breadth import cases
 from cfibytes import (
     EPILOGUE,
     PROLOGUE,
@@ -42,7 +41,8 @@ def a_library() -> Frames:
 DATA = (b"\x1b", b"\x1b", b"\x9b" + bytes(4) + b"\x1b\x1b", b"\x1b")
 
 
-@cases("few", [1, 1 << 30], ids=["lock-step", "plain"])
+@pytest.mark.breadth
+@pytest.mark.parametrize("few", [1, 1 << 30], ids=["lock-step", "plain"])
 def test_random_damage(tmp_path: Path, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lockstep, "_FEW", few)
     rng = random.Random(7)
