@@ -12,7 +12,7 @@ import re
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -45,6 +45,12 @@ def _site(profile: Profile, stack: int) -> str:
     return "seldom" if "launch_dense" in frames_of(profile, stack) else "often"
 
 
+def _windows_of(target: Target, done_ns: Sequence[int]) -> int:
+    """Returns in how many serialised windows something was done."""
+    windows = target.read().windows
+    return sum(any(one.begin_ns < ns < one.end_ns for ns in done_ns) for one in windows)
+
+
 # How many warps the blocks of the seldom site have, and so which part of the samples is its own.
 @cases("warps", [3, 9, 1])
 def test_sharing_is_corrected_and_its_error_measured(
@@ -61,8 +67,11 @@ def test_sharing_is_corrected_and_its_error_measured(
             target.read_until(lambda told: any(state.tier for state in told.states))
             launches = (f"launch 0 {_BLOCKS} {_OFTEN} 0", f"dense 0 {_BLOCKS} {_SELDOM} {warps}")
             until_s = time.monotonic() + 60
-            while len(target.read().windows) < 2 and time.monotonic() < until_s:
+            done_ns: list[int] = []
+            # On a crowded machine there may be windows in which nothing was launched.
+            while _windows_of(target, done_ns) < 2 and time.monotonic() < until_s:
                 target.obey(*launches, "sync")
+                done_ns.append(time.monotonic_ns())
                 rounds += 1
             for _ in range(500):
                 target.obey(*launches, "sync")
@@ -89,9 +98,9 @@ def test_sharing_is_corrected_and_its_error_measured(
     assert sum(shared.values()) > sum(exact.values())
     off = abs(shared["seldom"] / sum(shared.values()) - own)
     assert off < 0.03
-    # AND what is told is what one window says of the other; a third one may begin at the end
+    # AND what is told is what one window says of the other
     measured = found.error.measured
-    assert measured is not None and measured.windows in (2, 3)
+    assert measured is not None and measured.windows >= 2
     assert measured.samples == sum(exact.values())
     assert off < measured.off + 0.02
     assert measured.off < 0.06
@@ -117,7 +126,7 @@ def test_sharing_is_corrected_and_its_error_measured(
     (seconds, windows) = re.findall(
         r"serialised for ([0-9.]+) s, in (\d+) windows", device.details
     )[0]
-    assert int(windows) - 1 <= measured.windows <= int(windows) and 0.09 < float(seconds) < 0.4
+    assert measured.windows <= int(windows) and 0.04 < float(seconds) / int(windows) < 0.13
     samples = run_aiflame("stats", ended.capture, "--view", "gpu").stdout
     assert many in " ".join(samples.split())
     facts = run_aiflame("stats", ended.capture).stdout
