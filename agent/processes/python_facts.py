@@ -30,6 +30,10 @@ _GONE = SourceFrame("[exited before its name could be read]", "", 0, False)
 # Code objects of a process that are kept, some MB where code is made all the time.
 _KEPT_IDS = 1 << 14
 
+# Who reads code objects of a process: itself and three that forked each other. Some programs fork
+# for ever, and each reader has a cache.
+MAX_READERS = 4
+
 # Addresses of user space have 47 bits. What is above them counts changes, and begins anew after
 # 65,536 of them: by then no window knows the first ones.
 _CHANGE = 1 << 48
@@ -42,9 +46,9 @@ class ProcessCode:
 
     Attributes:
         process: Its number in windows.
-        readers: Read them. After its own come those of the processes that it was forked from, one
-            from the other, which have the same at the same addresses; whoever has exited is left
-            out, but for the last.
+        readers: Read them, MAX_READERS at most. After its own come those of the processes that it
+            was forked from, one from the other, which have the same at the same addresses; whoever
+            was found to have exited is left out, but for the last.
         has_exited: The process is gone, or may not be read any more.
         found: By address, what was last found there; the oldest first.
         numbers: By address, under which number windows know it, where that is not the address.

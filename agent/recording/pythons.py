@@ -27,7 +27,7 @@ from aiflame.agent.model.window import OpenWindow
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.interpreters import InterpreterFinder
 from aiflame.agent.processes.process_memory import ProcessMemory
-from aiflame.agent.processes.python_facts import ProcessCode, PythonFacts
+from aiflame.agent.processes.python_facts import MAX_READERS, ProcessCode, PythonFacts
 from aiflame.agent.processes.python_threads import ThreadPython, fetch_leaf_frames, walk_thread
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.python.codes import CodeReader
@@ -164,7 +164,8 @@ class PythonProcesses:
         """Returns what reads the code objects of a process, forked from a parent or not."""
         memory = ProcessMemory(self._table.memory, image.pid)
         reader = CodeReader(memory, loaded.layout)
-        code = ProcessCode(image.index, (reader, *(() if parent is None else parent.code.readers)))
+        readers = (reader, *(() if parent is None else parent.code.readers))
+        code = ProcessCode(image.index, readers[:MAX_READERS])
         names = thread_name_reader(memory, loaded)
         return PythonProcess(image, binary, loaded, code, memory, names)
 

@@ -26,6 +26,7 @@ from support import wait_until
 pytestmark = pytest.mark.bpf
 
 _GONE = "[exited before it could be read]"
+_NAME_GONE = "[exited before its name could be read]"
 _COMMAND_LINES = {
     *("ls -l /usr/bin", "date", "grep -c root /etc/passwd", "gzip -c", "gzip -1 -c"),
     *("head -c 200000 /bin/bash", "head -c 1000000 /bin/bash", "perl -e $s += $_ for 1..20000"),
@@ -38,6 +39,35 @@ def _share_of(profile: Profile, name: str) -> float:
     rows = rows_of(profile, None, None, SampleClass.ON_CPU)
     ns = [int(row["ns"]) for row in rows if name in frames_of(profile, row["stack"])]
     return sum(ns) / int(rows["ns"].sum())
+
+
+# Each is forked by one that has ended when the names of its functions are read.
+_FORKED_BY_FORKS = """
+import os, time
+
+def burn():
+    until_s = time.monotonic() + 0.01
+    while time.monotonic() < until_s:
+        pass
+
+for _ in range(100):
+    if os.fork() == 0:
+        if os.fork() == 0:
+            burn()
+        else:
+            os.wait()
+        os._exit(0)
+    os.wait()
+time.sleep(1)
+"""
+
+
+def test_children_of_children_have_their_functions_when_both_are_gone(tmp_path: Path) -> None:
+    command = ("--", sys.executable, "-c", _FORKED_BY_FORKS)
+    with Recording(tmp_path, "-F", "499", "--gpu", "none", *command) as recording:
+        profile = recording.wait().profile
+    assert _share_of(profile, "burn") > 0.5
+    assert _share_of(profile, _NAME_GONE) < 0.05
 
 
 @cases("loops", [0, 2], ids=["quiet", "busy"])
