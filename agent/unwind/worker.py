@@ -4,9 +4,10 @@
 It reads a path a line, and answers with a line: the name of the file's table once it is in the
 cache, or why there is none. This process opens files, copies what a table is made of, and writes
 the cache. It makes nothing of a file's bytes but a digest: parsers without rights tell it which
-parts a table is made of, and make the table of the copy (`inspector.parser`). One that dies takes
-this process with it, and is started again; a file costs only itself. It may be given a limit of the
-memory that it may have besides what it was forked with: a file that needs more has no table.
+parts of a large file a table is made of, and make the table of the copy (`inspector.parser`). A
+small file is copied as a whole. A parser that dies takes this process with it, and that is started
+again; a file costs only itself. It may be given a limit of the memory that it may have besides what
+it was forked with: a file that needs more has no table.
 """
 
 from __future__ import annotations
