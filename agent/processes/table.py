@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, TypeGuard, TypeVar
 
@@ -214,10 +214,16 @@ def _name_of(life: Life | None) -> str:
     return "" if life is None or life.has_gap else life.name
 
 
+def _maker_of(image: ProcessImage, life: Life | None) -> int:
+    """Returns the pid of whoever forked an image; one that is gone is its parent no more."""
+    told = 0 if life is None else life.parent_pid
+    return told or image.parent_pid
+
+
 def _is_copy(image: ProcessImage, ancestor: ProcessImage, life: Life | None) -> bool:
-    """Whether an image is its parent's, forked, as far as is known without its own mappings."""
+    """Whether an image is its maker's, forked, as far as is known without its own mappings."""
     has_called_exec = image.name != ancestor.name if life is None else life.is_exec
-    return ancestor.pid == image.parent_pid and not has_called_exec
+    return ancestor.pid == _maker_of(image, life) and not has_called_exec
 
 
 @dataclass(slots=True)
@@ -664,7 +670,7 @@ class ProcessTable:
 
     def _ancestor(self, image: ProcessImage) -> ProcessImage | None:
         """Returns the nearest ancestor that is known, and was what it is when it made a child."""
-        pid = image.parent_pid
+        pid = _maker_of(image, self._lives.find(image.pid, image.image))
         for _ in range(_MAX_GENERATIONS):
             latest = self._latest.get(pid)
             if latest is not None and latest is not image and latest.image <= image.image:
@@ -676,6 +682,28 @@ class ProcessTable:
                 break
             pid = life.parent_pid
         return None
+
+    def forked_from(self, image: ProcessImage) -> Iterator[ProcessImage]:
+        """Yields the images that one was forked from, one from the other, the nearest first.
+
+        Whoever forked it may be gone, and its parent another one then. Of an image that nobody has
+        told of it is its parent, which it may not have been forked from.
+        """
+        life = self._lives.find(image.pid, image.image)
+        if life is None:
+            parent = self._latest.get(image.parent_pid)
+            if parent is not None:
+                yield parent
+            return
+        for _ in range(_MAX_GENERATIONS):
+            if life.is_exec or not life.parent_pid:
+                return
+            maker, forked_ns = self._latest.get(life.parent_pid), life.begun_ns
+            life = self._lives.find(life.parent_pid, forked_ns) or Life(0)
+            until_ns = max(forked_ns, self.first_image)
+            # It may have called exec since, or before that, which nobody has seen a sample of.
+            if maker is not None and life.begun_ns <= maker.image <= until_ns:
+                yield maker
 
     def read_mappings(self, image: ProcessImage) -> bool:
         """Reads the mappings again; returns whether anything new was found.

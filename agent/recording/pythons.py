@@ -151,8 +151,9 @@ class PythonProcesses:
         self._waiting[image.pid] = found
 
     def _parent(self, image: ProcessImage) -> PythonProcess | None:
-        parent = self._table.latest(image.parent_pid)
-        return None if parent is None else self.by_image.get(parent.index)
+        """Returns the interpreter that a process was forked with, if it is still known."""
+        makers = (self.by_image.get(maker.index) for maker in self._table.forked_from(image))
+        return next((maker for maker in makers if maker is not None), None)
 
     def _process(
         self,

@@ -41,9 +41,10 @@ def _share_of(profile: Profile, name: str) -> float:
     return sum(ns) / int(rows["ns"].sum())
 
 
-# Each is forked by one that has ended when the names of its functions are read.
+# Each is forked by one that has ended when the names of its functions are read, or that ends at
+# once: then init is its parent, or whoever takes orphans.
 _FORKED_BY_FORKS = """
-import os, time
+import os, sys, time
 
 def burn():
     until_s = time.monotonic() + 0.01
@@ -51,19 +52,26 @@ def burn():
         pass
 
 for _ in range(100):
+    ended, ends = os.pipe()
     if os.fork() == 0:
         if os.fork() == 0:
             burn()
-        else:
+        elif sys.argv[1] == "waits":
             os.wait()
         os._exit(0)
     os.wait()
+    os.close(ends)
+    os.read(ended, 1)
+    os.close(ended)
 time.sleep(1)
 """
 
 
-def test_children_of_children_have_their_functions_when_both_are_gone(tmp_path: Path) -> None:
-    command = ("--", sys.executable, "-c", _FORKED_BY_FORKS)
+@pytest.mark.parametrize("parent", ["waits", "ends"])
+def test_children_of_children_have_their_functions_when_both_are_gone(
+    tmp_path: Path, parent: str
+) -> None:
+    command = ("--", sys.executable, "-c", _FORKED_BY_FORKS, parent)
     with Recording(tmp_path, "-F", "499", "--gpu", "none", *command) as recording:
         profile = recording.wait().profile
     assert _share_of(profile, "burn") > 0.5

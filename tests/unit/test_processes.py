@@ -604,6 +604,48 @@ def test_a_child_of_a_child_of_which_there_was_no_sample(
     assert told_table.image(43, 35).cgroup == "/user"
 
 
+def _makers(table: ProcessTable, image: ProcessImage) -> list[ProcessImage]:
+    return [*table.forked_from(image)]
+
+
+def test_who_forked_a_process_is_known_after_its_parent_has_ended(
+    machine: _Machine, told_table: ProcessTable, told: _Told
+) -> None:
+    # GIVEN a server, a child of which there is no sample, and what that has forked
+    told.tell(Forked(3, 41, 1), Named(4, 41, "server", is_exec=True))
+    server = told_table.seen(41, 5, 1, "server", 5)
+    server.root = "/proc/self/fd/9"
+    machine.image = None
+    told.tell(Forked(10, 42, 41), Forked(20, 43, 42), Ended(30, 42), Forked(40, 44, 43))
+    # WHEN these are seen, and init is their parent
+    orphan = told_table.seen(43, 21, 1, "server", 50)
+    child = told_table.seen(44, 41, 43, "server", 50)
+    # THEN they are the server's
+    assert _makers(told_table, orphan) == [server]
+    assert _makers(told_table, child) == [orphan, server]
+    assert (orphan.cgroup, orphan.root, orphan.parent_pid) == ("/user", "/proc/self/fd/9", 1)
+
+
+@pytest.mark.parametrize("pid", [42, 43])
+def test_another_program_was_forked_from_nobody(
+    machine: _Machine, told_table: ProcessTable, told: _Told, pid: int
+) -> None:
+    told.tell(Forked(3, 41, 1))
+    told_table.seen(41, 5, 1, "server", 5)
+    machine.image = None
+    told.tell(Forked(10, 42, 41), Named(20, 42, "sh", is_exec=True), Forked(30, 43, 42))
+    assert _makers(told_table, told_table.seen(pid, 31, 1, "sh", 50)) == []
+
+
+def test_who_has_become_another_program_since_was_not_forked_from(
+    machine: _Machine, told_table: ProcessTable, told: _Told
+) -> None:
+    told.tell(Forked(3, 41, 1), Forked(10, 42, 41), Named(20, 41, "sh", is_exec=True))
+    machine.image = 21
+    told_table.seen(41, 21, 1, "sh", 50)
+    assert _makers(told_table, told_table.seen(42, 11, 41, "server", 50)) == []
+
+
 def test_an_image_that_was_never_announced_still_has_a_name(table: ProcessTable) -> None:
     assert table.image(44, 9).name == "pid 44"
 
