@@ -31,13 +31,15 @@ from aiflame.agent.errors import AiflameError
 # and takes 0.2 s.
 MAX_BYTES = 512 << 20
 MAX_CPU_S = 2.0
-# For all files of one owner in a recording. Three thousand sound ones take 1 s.
-_POOL_CPU_S = 20.0
+# For all files of one owner, who has it again after an hour. Three thousand sound ones take 1 s.
+_POOL_CPU_S, _POOL_FILLS_S = 20.0, 3600.0
 # What a file gets once the pool of its owner is empty: of 928 system libraries one takes over 5 ms.
 _LEAST_CPU_S = 0.05
 
 # pread(2) takes a signed offset.
 _MAX_OFFSET = (1 << 63) - 1
+# Those that came last: a program may make bad ones all day.
+_MAX_BAD = 1024
 _MAX_REASON_CHARACTERS = 100
 
 
@@ -141,33 +143,41 @@ class GuardNotes:
 
     Attributes:
         bad: As of a guard.
-        pools_s: CPU time that the files of an owner may still take, by user id.
+        bad_count: The same.
+        pools_s: By user id, CPU time that the files of an owner may still take, and since when.
     """
 
     bad: dict[str, str]
-    pools_s: dict[int, float]
+    bad_count: int
+    pools_s: dict[int, tuple[float, float]]
 
 
 class FileGuard:
     """Keeps account of the files of targets in one recording or dump.
 
+    Args:
+        told: Is told of bad files in its place.
+
     Attributes:
-        bad: Why a file was not read, or not all of it, by its path.
+        bad: Why a file was not read, or not all of it, by its path: of those that came last.
+        bad_count: How many were.
         remote: Those that must not be read here, by descriptor.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, told: FileGuard | None = None) -> None:
         self.bad: dict[str, str] = {}
+        self.bad_count = 0
         self.remote: dict[int, RemoteFile] = {}
-        self._pools_s: dict[int, float] = {}
+        self._told = told
+        self._pools_s: dict[int, tuple[float, float]] = {}
 
     def notes(self) -> GuardNotes:
         """Returns what it has taken note of."""
-        return GuardNotes(self.bad, self._pools_s)
+        return GuardNotes(self.bad, self.bad_count, self._pools_s)
 
     def learn(self, notes: GuardNotes) -> None:
         """Takes what it has noted in a copy of this process, which had all that this one has."""
-        self.bad, self._pools_s = notes.bad, notes.pools_s
+        self.bad, self.bad_count, self._pools_s = notes.bad, notes.bad_count, notes.pools_s
 
     def each_file(self, path: str, fd: int = -1) -> GuardedFile:
         """Returns a context in which one file is read; whatever is raised there ends it quietly.
@@ -183,15 +193,27 @@ class FileGuard:
 
     def blame(self, path: str, why: str) -> None:
         """Takes note that a file was not read, or not all of it."""
-        self.bad.setdefault(path, why[:_MAX_REASON_CHARACTERS])
+        if self._told is not None:
+            self._told.blame(path, why)
+        elif path not in self.bad:
+            self.bad[path] = why[:_MAX_REASON_CHARACTERS]
+            self.bad_count += 1
+            if len(self.bad) > _MAX_BAD:
+                del self.bad[next(iter(self.bad))]
 
     def allowance_s(self, owner: int) -> float:
         """Returns how much CPU time the next file of an owner may take."""
-        return min(MAX_CPU_S, max(self._pools_s.get(owner, _POOL_CPU_S), _LEAST_CPU_S))
+        return min(MAX_CPU_S, max(self._left_s(owner, time.monotonic()), _LEAST_CPU_S))
 
     def charge(self, owner: int, cpu_s: float) -> None:
         """Takes what a file took from the pool of its owner."""
-        self._pools_s[owner] = self._pools_s.get(owner, _POOL_CPU_S) - cpu_s
+        now_s = time.monotonic()
+        left_s = max(self._left_s(owner, now_s) - cpu_s, -_POOL_CPU_S)
+        self._pools_s[owner] = left_s, now_s
+
+    def _left_s(self, owner: int, now_s: float) -> float:
+        left_s, since_s = self._pools_s.get(owner, (_POOL_CPU_S, now_s))
+        return min(left_s + (now_s - since_s) * _POOL_CPU_S / _POOL_FILLS_S, _POOL_CPU_S)
 
 
 class GuardedFile:

@@ -31,6 +31,9 @@ _STARVED_PATIENCE_S = 30.0
 MAX_DEATHS = 4
 # Children that cannot be killed stay until their file system answers, or ends.
 MAX_STUCK = 256
+# What has happened counts for so long: an agent lasts for months, servers come back, and pids are
+# given out again.
+_COUNTS_S = 3600.0
 # A killed child of 1 GB takes a tenth of that; when the recorder ends, all of them together.
 _KILLING_S = 1.0
 # From one look at a killed child that waits for a processor to the next.
@@ -190,6 +193,7 @@ class Children(Generic[ChildT]):
         child: The one that there is, None for none.
         stuck: How many got nowhere.
         deaths: How many ended otherwise.
+        era: Goes up when what has happened counts no more.
         failures: What they could not give up before they began, in words.
     """
 
@@ -197,8 +201,23 @@ class Children(Generic[ChildT]):
         self._make = make
         self.child: ChildT | None = None
         self._ended: list[ChildT] = []
-        self.stuck = self.deaths = 0
+        self.stuck = self.deaths = self.era = 0
+        self._old_stuck = self._old_deaths = 0
+        self._since_s = time.monotonic()
         self.failures = ""
+
+    @property
+    def recently_stuck(self) -> int:
+        """How many got nowhere in this era."""
+        return self.stuck - self._old_stuck
+
+    def look(self) -> None:
+        """Begins another era, if it is time."""
+        now_s = time.monotonic()
+        if now_s - self._since_s >= _COUNTS_S:
+            self._since_s = now_s
+            self._old_stuck, self._old_deaths = self.stuck, self.deaths
+            self.era += 1
 
     @property
     def pid(self) -> int | None:
@@ -208,11 +227,13 @@ class Children(Generic[ChildT]):
     def start(self) -> ChildT | None:
         """Returns the child, started now if there is none; None where there can be none."""
         self._ended = [child for child in self._ended if child.process.poll() is None]
-        if self.child is None and self.deaths < MAX_DEATHS and self.stuck < MAX_STUCK:
+        self.look()
+        are_few = self.deaths - self._old_deaths < MAX_DEATHS and self.recently_stuck < MAX_STUCK
+        if self.child is None and are_few and len(self._ended) < MAX_STUCK:
             try:
                 self.child = self._make()
             except OSError:  # no memory, or too many processes
-                self.deaths = MAX_DEATHS
+                self.deaths = self._old_deaths + MAX_DEATHS
         return self.child
 
     def wait(

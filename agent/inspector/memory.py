@@ -107,12 +107,13 @@ class RemoteMemory:
     def __init__(self) -> None:
         self.stuck: set[int] = set()
         self._children = Children(_Child)
+        self._given_up = self._era = 0
 
     @property
     def losses(self) -> dict[LossKind, int]:
         """What is missing for want of memory that could be read."""
         return {
-            LossKind.STACKS_STUCK: len(self.stuck),
+            LossKind.STACKS_STUCK: self._given_up,
             LossKind.MEMORY_READER_DIED: self._children.deaths,
         }
 
@@ -137,6 +138,10 @@ class RemoteMemory:
 
     def read(self, spans: Sequence[Span]) -> list[Answer]:
         """Returns what could be read of each span."""
+        self._children.look()
+        if self._era != self._children.era:
+            self._era = self._children.era
+            self.stuck.clear()
         found = [_NOTHING] * len(spans)
         left = [index for index, span in enumerate(spans) if _can_be_asked(span)]
         while left:
@@ -161,10 +166,11 @@ class RemoteMemory:
             self._children.lose(is_stuck=False)
             return None
         stuck = self._children.stuck
-        patience_s = max(_PATIENCE_S / 2**stuck, _LEAST_PATIENCE_S)
+        patience_s = max(_PATIENCE_S / 2**self._children.recently_stuck, _LEAST_PATIENCE_S)
         if self._children.wait(child, patience_s, lambda: child.progress) is None:
             if self._children.stuck > stuck:
                 self.stuck.add(spans[min(child.progress, len(spans) - 1)].pid)
+                self._given_up += 1
             return None
         answers = list(child.answers(spans))
         if sum(span.size for span in spans) > _KEPT_BYTES:

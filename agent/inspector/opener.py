@@ -13,7 +13,7 @@ import contextlib
 import errno
 import os
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
@@ -29,6 +29,8 @@ _PATIENCE_S, _LEAST_PATIENCE_S = 1.0, 0.05
 _PATIENCE_WITH_PROCESS_S = 5.0
 # What a target with 10,000 files has stuck is not for anybody to read.
 _MAX_NAMES = 256
+# Processes whose waiting is added up: those that came last.
+_MAX_PROCESSES = 4096
 
 # Headers, tables of sections and notes are at both ends of a file: two blocks hold them.
 _BLOCK_BYTES = 1 << 16
@@ -63,13 +65,14 @@ class Opener:
     def __init__(self) -> None:
         self._children = Children(lambda: Child("opener_worker"))
         self._stuck: dict[str, str] = {}
-        self._waited_s: defaultdict[int, float] = defaultdict(float)
+        self._given_up = self._era = 0
+        self._waited_s: OrderedDict[int, float] = OrderedDict()
 
     @property
     def losses(self) -> dict[LossKind, int]:
         """What is missing since it did not open."""
         return {
-            LossKind.FILES_STUCK: max(self._children.stuck, len(self._stuck)),
+            LossKind.FILES_STUCK: max(self._children.stuck, self._given_up),
             LossKind.OPENER_DIED: self._children.deaths,
         }
 
@@ -242,7 +245,12 @@ class Opener:
         Raises:
             OSError: There is none (ETIMEDOUT, or EIO where there is no child any more).
         """
-        if pid is not None and self._waited_s[pid] >= _PATIENCE_WITH_PROCESS_S:
+        self._children.look()
+        if self._era != self._children.era:
+            self._era = self._children.era
+            self._stuck.clear()
+            self._waited_s.clear()
+        if pid is not None and self._waited_s.get(pid, 0) >= _PATIENCE_WITH_PROCESS_S:
             self._give_up(f"process {pid}", f"further ones of process {pid}")
         if key in self._stuck:
             raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
@@ -267,17 +275,20 @@ class Opener:
         if child is None:
             return None
         has_begun, begun_s = child.is_ready, time.monotonic()
-        patience_s = max(_PATIENCE_S / 2**stuck, _LEAST_PATIENCE_S)
+        patience_s = max(_PATIENCE_S / 2**self._children.recently_stuck, _LEAST_PATIENCE_S)
         message = self._children.wait(child, patience_s)
         if pid is not None and has_begun:
-            self._waited_s[pid] += time.monotonic() - begun_s
+            self._waited_s[pid] = self._waited_s.pop(pid, 0) + time.monotonic() - begun_s
+            if len(self._waited_s) > _MAX_PROCESSES:
+                self._waited_s.popitem(last=False)
         if self._children.stuck > stuck:
             self._give_up(key, words)
         return message
 
     def _give_up(self, key: str, words: str) -> NoReturn:
-        if len(self._stuck) < _MAX_NAMES:
+        if key not in self._stuck and len(self._stuck) < _MAX_NAMES:
             self._stuck[key] = words
+            self._given_up += 1
         raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
     def is_stuck(self, key: str) -> bool:

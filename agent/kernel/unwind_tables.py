@@ -26,6 +26,8 @@ from aiflame.agent.unwind.table import UnwindTable
 
 # Two pages, which most processes need, for each of a full process table.
 _MAPPINGS_LIMIT_BYTES = 128 << 20
+# Processes whose mappings found no room, which are counted once each as long as they are known.
+_MOST_LOST = 1 << 16
 
 
 class LoadedTable(NamedTuple):
@@ -227,6 +229,8 @@ class KernelTables:
     def _lose_mappings(self, pids: Collection[int]) -> None:
         """Takes out what finds no room, and counts each process once."""
         self._losses[LossKind.MAPPINGS_NOT_KEPT] += len(set(pids) - self._lost_mappings)
+        if len(self._lost_mappings) > _MOST_LOST:
+            self._lost_mappings.clear()
         self._lost_mappings.update(pids)
         self.drop_mappings(pids)
 

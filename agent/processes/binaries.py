@@ -67,9 +67,7 @@ class BinaryTable:
         )
         self.guard = self.facts.guard
         # For what is no file: whoever made it has nobody else's time.
-        others = FileGuard()
-        others.bad = self.guard.bad
-        self._bytes_facts = FileFacts(inspector.server, others)
+        self._bytes_facts = FileFacts(inspector.server, FileGuard(self.guard))
         self.files: dict[int, BinaryFile] = {}  # by index
         self._next = 0
         self.unopened = 0

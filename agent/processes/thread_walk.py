@@ -30,6 +30,8 @@ _MAX_KEPT_RULES = 1 << 16
 # Answers of all binaries that are kept when tables are let go of, 4 MB: to load a table takes
 # milliseconds, and threads of a host sleep in the same few functions again and again.
 _MOST_ANSWERS = 1 << 13
+# The same of files, most of which nobody maps any more by then.
+_MOST_FILES = 1 << 12
 
 # Code that heuristics look at, of one process: 1 MB.
 _MAX_CODE_PAGES = 256
@@ -238,5 +240,6 @@ class StackWalker:
     def forget(self) -> None:
         """Lets go of the tables; they are loaded again when they are needed."""
         self._walkers.clear()
-        if sum(rules.let_go() for rules in self._rules.values()) > _MOST_ANSWERS:
+        answers = sum(rules.let_go() for rules in self._rules.values())
+        if answers > _MOST_ANSWERS or len(self._rules) > _MOST_FILES:
             self._rules.clear()

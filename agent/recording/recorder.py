@@ -1068,7 +1068,7 @@ class Recorder:
         found = Counter(
             {
                 LossKind.BINARY_NOT_OPENED: self.table.binaries.unopened,
-                LossKind.BINARY_NOT_READ: len(self._guard.bad),
+                LossKind.BINARY_NOT_READ: self._guard.bad_count,
                 LossKind.SWITCH_NOT_SEEN: self._switches_unseen,
                 LossKind.CPUS_CAME_ONLINE: self._cpus_came,
                 LossKind.BOUNDARY_LATE: self._late_boundaries,

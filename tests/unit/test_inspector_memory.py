@@ -208,6 +208,29 @@ def test_a_reader_that_was_killed_is_replaced_a_few_times(
     assert not remote.stuck
 
 
+def test_what_happened_an_hour_ago_counts_no_more(
+    monkeypatch: pytest.MonkeyPatch, remote: RemoteMemory, region: tuple[int, bytes]
+) -> None:
+    # GIVEN a process of which a read got nowhere, and readers that died too often
+    monkeypatch.setattr(inspector_memory, "_PATIENCE_S", 1.0)
+    start, contents = region
+    span = Span(*_HERE, start, 8)
+    assert _data(remote.read([span])) == [contents[:8]]
+    os.kill(_reader(), signal.SIGSTOP)
+    assert _data(remote.read([span])) == [b""]
+    assert remote.stuck == {os.getpid()}
+    other = span._replace(pid=1 << 29)
+    for _ in range(child.MAX_DEATHS):
+        assert _data(remote.read([other])) == [contents[:8]]
+        os.kill(_reader(), signal.SIGKILL)
+    assert _data(remote.read([other])) == [b""]
+    # WHEN an hour has passed THEN both are tried again, and what was lost stays counted
+    monkeypatch.setattr(child, "_COUNTS_S", 0.0)
+    assert _data(remote.read([span])) == [contents[:8]]
+    assert remote.losses[LossKind.STACKS_STUCK] == 1
+    assert remote.losses[LossKind.MEMORY_READER_DIED] == child.MAX_DEATHS
+
+
 def test_the_reader_ends_with_whoever_started_it() -> None:
     remote = RemoteMemory()
     assert remote.start()

@@ -206,11 +206,25 @@ def test_a_process_that_answers_slowly_is_given_up(
     monkeypatch: pytest.MonkeyPatch, opener: Opener
 ) -> None:
     opener.start()
-    assert opener.proc(_HERE, "comm", 100) != b""
-    monkeypatch.setattr(inspector_opener, "_PATIENCE_WITH_PROCESS_S", 0.0)
+    for _ in range(2):
+        assert opener.proc(_HERE, "comm", 100) != b""
+    monkeypatch.setattr(inspector_opener, "_PATIENCE_WITH_PROCESS_S", 1e-9)
     assert opener.proc(_HERE, "comm", 100) == b""
     words = opener.loss_files[LossKind.FILES_STUCK]
     assert words == {f"further ones of process {_HERE}"}
+    # AND an hour later, when its pid may be another's, it is asked again
+    monkeypatch.setattr(child, "_COUNTS_S", 0.0)
+    assert opener.proc(_HERE, "comm", 100) != b""
+    assert opener.losses[LossKind.FILES_STUCK] == 1
+
+
+def test_processes_that_come_and_go_all_day_leave_nothing(
+    monkeypatch: pytest.MonkeyPatch, opener: Opener
+) -> None:
+    monkeypatch.setattr(inspector_opener, "_MAX_PROCESSES", 8)
+    for pid in range(os.getpid(), os.getpid() + 100):
+        opener.proc(pid, "comm", 100)
+    assert len(opener._waited_s) == 8
 
 
 def test_a_child_that_died_is_replaced(opener: Opener) -> None:

@@ -106,3 +106,27 @@ def test_answers_and_the_users_wishes_get_through(error: BaseException) -> None:
     with pytest.raises(type(error)), guard.each_file("/good"):
         raise error
     assert guard.bad == {}
+
+
+def test_an_owner_has_time_again_after_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard, now_s = FileGuard(), [1_000.0]
+    monkeypatch.setattr("aiflame.agent.target_files.time.monotonic", lambda: now_s[0])
+    for _ in range(1_000):
+        guard.charge(0, 1.0)
+    least_s = guard.allowance_s(0)
+    assert least_s < MAX_CPU_S / 10
+    # What was taken beyond is not held against who has the files for more than another hour.
+    now_s[0] += 2 * 3_600
+    assert guard.allowance_s(0) == MAX_CPU_S
+    guard.charge(0, 19.9)
+    assert least_s < guard.allowance_s(0) < MAX_CPU_S
+
+
+def test_bad_files_are_counted_all_day_and_the_last_ones_named() -> None:
+    guard = FileGuard()
+    others = FileGuard(guard)
+    for number in range(5_000):
+        for each in (guard, others):
+            each.blame(f"/{number}", "damaged")
+    assert guard.bad_count == 5_000 and others.bad == {}
+    assert len(guard.bad) < 2_000 and "/4999" in guard.bad
