@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 from aiflame.agent.elf.headers import HEADERS
 from aiflame.agent.file_questions import Question
@@ -34,6 +35,10 @@ DELETED = " (deleted)"
 # A vDSO is two pages on x86-64; the bound only keeps a lying maps line from costing memory.
 _MAX_VDSO_BYTES = 1 << 20
 
+# Containers that are gone whose numbers are not given out again yet. Names may be asked for minutes
+# later; a host that starts one each second has so many in four.
+_MOST_RETIRED = 256
+
 
 @dataclass(frozen=True, slots=True)
 class BinaryFile:
@@ -43,6 +48,19 @@ class BinaryFile:
     path: str
     fd: int | None
     root: str  # openable path of a root directory in which its debug files may lie, or ""
+
+
+class _Root(NamedTuple):
+    """A root directory that is held open, and for whom."""
+
+    fd: int
+    pid: int
+    payer: str
+
+    @property
+    def path(self) -> str:
+        """What others open it by."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
 
 
 def _identity(line: MapsLine) -> tuple[str, int, str] | None:
@@ -72,7 +90,9 @@ class BinaryTable:
         self._next = 0
         self.unopened = 0
         self._by_identity: dict[tuple[str, int, str], BinaryFile] = {}
-        self._roots: dict[tuple[int, int], str] = {}
+        self._roots: dict[tuple[int, int], _Root] = {}  # by device and inode
+        self._unused_roots: set[str] = set()
+        self._retired: deque[_Root] = deque()
         self._fds: set[int] = set()
         self._shares = Shares(for_targets)
         self._payers: dict[int, tuple[int, str]] = {}  # of descriptors, by index
@@ -266,11 +286,38 @@ class BinaryTable:
             os.close(fd)
             return ""
         elif keep(fd) is None:
+            self._shares.give_back(pid, payer)
             return ""
         else:
             self._fds.add(fd)
-            self._roots[identity] = f"/proc/{os.getpid()}/fd/{fd}"
-        return self._roots[identity]
+            self._roots[identity] = _Root(fd, pid, payer)
+        return self._roots[identity].path
+
+    def move(self, binary: int, root: str) -> None:
+        """Has debug files of a mapped file be looked for in another root directory."""
+        self.files[binary] = replace(self.files[binary], root=root)
+
+    def forget_roots(self, used: Collection[str]) -> None:
+        """Closes root directories that are used no more since it was last called.
+
+        Else what is left of a container would stay mounted. Whoever names what was recorded has
+        them as paths, which lead nowhere then, and only much later to what is opened next.
+
+        Args:
+            used: Paths of those that processes or files have.
+        """
+        unused = {root.path for root in self._roots.values()}.difference(used)
+        for identity, root in [*self._roots.items()]:
+            if root.path in unused & self._unused_roots:
+                del self._roots[identity]
+                _lead_nowhere(root.fd)
+                self._retired.append(root)
+        self._unused_roots = unused - self._unused_roots
+        while len(self._retired) > _MOST_RETIRED:
+            fd, pid, payer = self._retired.popleft()
+            self._fds.discard(fd)
+            self._shares.give_back(pid, payer)
+            os.close(fd)
 
     def close(self) -> None:
         """Closes every file, and ends those who read them."""
@@ -279,3 +326,10 @@ class BinaryTable:
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
+
+
+def _lead_nowhere(fd: int) -> None:
+    """Closes what a descriptor is of, and keeps its number."""
+    nowhere = os.open(os.devnull, os.O_PATH | os.O_CLOEXEC)
+    os.dup2(nowhere, fd, inheritable=False)
+    os.close(nowhere)

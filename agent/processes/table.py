@@ -365,6 +365,20 @@ class ProcessTable:
         for thread in threads:
             self._threads.get(thread.image.index, {}).pop(thread.tid, None)
 
+    def forget_roots(self) -> None:
+        """Closes root directories that no process has any more; to be called now and then."""
+        images = [*self.images.values()]
+        used = {"", *(image.root for image in images)}
+        files = self.binaries.files
+        left = {file.index for file in files.values() if file.root not in used}
+        # Those of a container that is gone which others have mapped as well, as drivers.
+        for image in images if left else ():
+            for mapping in image.laid:
+                if mapping.binary in left:
+                    self.binaries.move(mapping.binary, image.root)
+                    left.remove(mapping.binary)
+        self.binaries.forget_roots({*used, *(files[binary].root for binary in left)})
+
     def take_remapped(self) -> list[ProcessImage]:
         """Returns the images of which new mappings were read since last."""
         images = [*self._remapped.values()]

@@ -87,6 +87,7 @@ class Ended:
         if now_ns - self._binaries_ns >= _BINARIES_NS:
             self._binaries_ns = now_ns
             self._forget_binaries()
+            self._table.forget_roots()
         self._waiting.append((now_ns, *self._table.take_ended()))
         while self._is_over(now_ns):
             _, images, threads = self._waiting.popleft()

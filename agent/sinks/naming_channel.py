@@ -25,7 +25,8 @@ class NamingChannel:
     def __init__(self, table: ProcessTable, channel: socket.socket) -> None:
         self._table = table
         self._channel = channel
-        self._told: dict[int, int | None] = {}  # descriptors, by number of the file
+        # By number of the file: its descriptor, and where its debug files are.
+        self._told: dict[int, tuple[int | None, str]] = {}
         self._told_processes: set[int] = set()
 
     def _tell_files(self) -> bool:
@@ -46,10 +47,10 @@ class NamingChannel:
             yield {"closed": index}, None
             del self._told[index]
         for index, file in files.items():
-            readable = self._table.binaries.readable(file)
-            if index not in self._told or readable != self._told[index]:
-                yield {"binary": index, "root": file.root}, readable
-                self._told[index] = readable
+            known = self._table.binaries.readable(file), file.root
+            if known != self._told.get(index):
+                yield {"binary": index, "root": file.root}, known[0]
+                self._told[index] = known
 
     def _processes(self) -> Iterator[dict[str, Any]]:
         makers = self._table.code_makers

@@ -11,6 +11,7 @@ import pytest
 from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Window, check, rows_of
+from aiflame.agent.processes.binaries import BinaryFile
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.facts import ProcessFacts
 from aiflame.agent.processes.table import ProcessTable
@@ -185,7 +186,7 @@ def test_files_are_closed_two_minutes_after_they_were_mapped_last(
 ) -> None:
     forgotten: list[int] = []
     binaries = recorder.table.binaries
-    monkeypatch.setattr(binaries, "files", {7: "libfirst.so"})
+    monkeypatch.setattr(binaries, "files", {7: BinaryFile(7, "libfirst.so", None, "")})
     monkeypatch.setattr(binaries, "forget", forgotten.extend)
     monkeypatch.setattr(recorder.facts, "forget_binaries", lambda gone: None)
     for _ in range(115 * _S // window_ns):
