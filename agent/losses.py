@@ -12,6 +12,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+# Of a kind of loss: what is to blame for it, by name. A program may make bad files all day.
+MAX_CULPRITS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -563,3 +566,10 @@ class LossKind(enum.Enum):
 
 # By the names that captures and windows have.
 KINDS_BY_NAME = {kind.stored_name: kind for kind in LossKind}
+
+
+def blame(culprits: dict[LossKind, set[str]], kind: LossKind, name: str) -> None:
+    """Adds a name to those that are to blame for a loss, unless there are too many."""
+    known = culprits.setdefault(kind, set())
+    if len(known) < MAX_CULPRITS:
+        known.add(name)

@@ -44,10 +44,10 @@ _ROW_OF = ("call", "stack", "kind", "tgid", "image", "tid", "kernel")
 
 
 class _FoundFunction(NamedTuple):
-    """Where a process has a function, as long as these are its mappings and so many are probed."""
+    """Where a process has a function, as long as these are its mappings and the same are probed."""
 
     mappings: Sequence[Mapping]
-    probed: int
+    changes: int
     address: int
     size_bytes: int
 
@@ -173,10 +173,10 @@ class ApiCalls:
     def _address(self, image: ProcessImage, slot: int) -> tuple[int, int]:
         """Returns where a process has a function, and its size; 0 where it has none."""
         found = self._addresses.get((image.index, slot))
-        probed = len(self.probes.ranges)
+        changes = self.probes.changes
         # A process's mappings are never changed, only replaced by others.
-        if found is None or found.mappings is not image.mappings or found.probed != probed:
-            found = _FoundFunction(image.mappings, probed, *self._look_for(image, slot))
+        if found is None or found.mappings is not image.mappings or found.changes != changes:
+            found = _FoundFunction(image.mappings, changes, *self._look_for(image, slot))
             self._addresses[image.index, slot] = found
         return found.address, found.size_bytes
 
@@ -350,7 +350,10 @@ class ApiCalls:
     def forget_binaries(self, binaries: Collection[int]) -> None:
         """Forgets files that nobody maps any more."""
         for binary in binaries:
-            self._identities.pop(binary, None)
+            identity = self._identities.pop(binary, None)
+            # Another binary may be the same file, where the kernel tells of it by other numbers.
+            if identity is not None and identity not in self._identities.values():
+                self.probes.forget(identity)
         self._names.forget_binaries(binaries)
 
     def finish(

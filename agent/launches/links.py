@@ -53,7 +53,7 @@ class Refused(NamedTuple):
 
 
 class ApiLinks:
-    """What is attached, as descriptors: closing them detaches.
+    """What is attached to a file, as descriptors: closing them detaches.
 
     Args:
         programs: Loaded programs.
@@ -75,7 +75,7 @@ class ApiLinks:
         self._programs.api_probes.update(probe.number.to_bytes(4, "little"), row.tobytes())
 
     def attach(self, path: str, probes: Sequence[Probe]) -> list[Refused]:
-        """Puts probes on a file; returns those that the kernel does not take in any way.
+        """Puts probes on the file; returns those that the kernel does not take in any way.
 
         Raises:
             EnvironmentUnfit: The kernel refuses the programs.
@@ -148,7 +148,7 @@ class ApiLinks:
         self._descriptors.append(sysbpf.link_event(event, program, probe.number))
 
     def close(self) -> None:
-        """Takes all probes off."""
+        """Takes the probes off."""
         for descriptor in reversed(self._descriptors):
             os.close(descriptor)
         self._descriptors = []

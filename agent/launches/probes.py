@@ -16,8 +16,10 @@ import re
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from aiflame.agent.errors import EnvironmentUnfit
@@ -29,7 +31,7 @@ from aiflame.agent.launches.links import ApiLinks, Probe
 from aiflame.agent.launches.opening import opened_at
 from aiflame.agent.launches.probe_sites import choose_site
 from aiflame.agent.launches.questions import Functions, ProbedFunction, functions_among
-from aiflame.agent.losses import LossKind
+from aiflame.agent.losses import LossKind, blame
 from aiflame.agent.processes.shares import Shares
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.gpu.apis import APIS
@@ -62,6 +64,33 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+@dataclass(slots=True)
+class _File:
+    """A file that was looked at.
+
+    Attributes:
+        links: What is attached to it.
+        described: The slot and the number of each of its probed functions.
+        paid: The process and the payer whose share the probes are of, and how many; None where
+            nobody has mapped it, and where it has none.
+        is_ours: It was looked at before anybody had mapped it, and may be mapped again any time.
+    """
+
+    links: ApiLinks
+    is_ours: bool
+    described: list[tuple[int, int]] = field(default_factory=list)
+    paid: tuple[int, str, int] | None = None
+
+
+class _Waiting(NamedTuple):
+    """Probes that wait for their programs, and a descriptor of our own of their file."""
+
+    identity: FileIdentity
+    descriptor: int
+    path: str
+    probes: list[Probe]
+
+
 def functions_of(apis: Sequence[Api]) -> Question[Functions]:
     """Which functions of some APIs a file defines."""
     return functions_among({function.symbol for api in apis for function in api.probed})
@@ -84,6 +113,7 @@ class ApiProbes:
         losses: What could not be probed.
         loss_files: The files of each.
         ranges: File offset and size of each probed function, by file and slot.
+        changes: How often these have changed.
     """
 
     def __init__(
@@ -106,15 +136,17 @@ class ApiProbes:
                 self._wanted.setdefault(function.symbol, []).append((api, function))
         self._question = functions_of(apis)
         self._helpers = [(helper.libraries, functions_of([helper])) for helper in helpers]
-        self._seen: set[FileIdentity] = set()
+        self._seen: dict[FileIdentity, _File] = {}
         self.ranges: dict[tuple[FileIdentity, int], tuple[int, int]] = {}
         self._slots: dict[tuple[str, str], int] = {}
         self.functions: list[tuple[Api, Probed]] = []
-        self._links = ApiLinks(programs)
-        self._described = 0
-        self._waiting: list[tuple[int, str, list[Probe]]] = []  # descriptors of our own
+        self.changes = 0
+        # Numbers of the kernel half that were given out, and those of them that are free again.
+        self._numbers, self._free_numbers = 0, list[int]()
+        # Threads that take probes off, and the numbers that are free when they are done.
+        self._leaving: list[tuple[threading.Thread | None, list[int]]] = []
+        self._waiting: list[_Waiting] = []
         self._shares = Shares(lambda: abi.API_PROBES_MAX)
-        self._taking_off: threading.Thread | None = None
         self._unpaid: dict[FileIdentity, set[int]] = {}  # files, and who could not pay for them
         self.losses: Counter[LossKind] = Counter()
         self.loss_files: dict[LossKind, set[str]] = {}
@@ -142,7 +174,8 @@ class ApiProbes:
         identity = file_identity(descriptor) if remote is None else remote.identity
         if identity in self._seen and not self.may_pay(identity, pid):
             return identity
-        self._seen.add(identity)
+        new = _File(ApiLinks(self._programs), is_ours=not payer)
+        seen = self._seen.setdefault(identity, new)
         name = path.rpartition("/")[2]
         probes: list[Probe] = []
         own = (question for names, question in self._helpers if name.startswith(names))
@@ -159,6 +192,8 @@ class ApiProbes:
                 self._failed(path, _UNPAID, len(wanted))
             self._unpaid.setdefault(identity, set()).add(pid)
             return identity
+        if wanted and payer:
+            seen.paid = pid, payer, len(wanted)
         if self._unpaid.pop(identity, None) is not None:
             self.losses[LossKind.CALLS_NOT_PROBED] -= len(wanted)
             self.loss_files[LossKind.CALLS_NOT_PROBED].discard(f"{path} ({_UNPAID})")
@@ -166,15 +201,38 @@ class ApiProbes:
             self._programs.expect_calls()  # which takes longer than what follows
         try:
             for located, api, function in wanted:
-                probes += self._probes(identity, located, api, function)
+                probes += self._probes(identity, seen, located, api, function)
         except TooManyFunctions:
             self._failed(path, "more functions than there is room for")
         if probes and remote is not None:
             # The kernel reads the file to put them on, and no signal gets through to that.
             self._failed(path, "its file system may not answer", len(probes))
         elif probes:
-            self._attach_soon(descriptor, path, probes)
+            self._attach_soon(_Waiting(identity, descriptor, path, probes))
         return identity
+
+    def forget(self, identity: FileIdentity) -> None:
+        """Takes the probes off a file that nobody maps any more.
+
+        Each container has files of its own: what is left of those that are gone would stay mounted,
+        and take all the room that there is for probes.
+        """
+        seen = self._seen.get(identity)
+        if seen is None or seen.is_ours:
+            return
+        del self._seen[identity]
+        self._unpaid.pop(identity, None)
+        for one in [one for one in self._waiting if one.identity == identity]:
+            os.close(one.descriptor)
+            self._waiting.remove(one)
+        if seen.described:
+            for slot, _ in seen.described:
+                self.ranges.pop((identity, slot), None)
+            self.changes += 1
+            numbers = [number for _, number in seen.described]
+            self._leaving.append((_beside(seen.links.close), numbers))
+        if seen.paid is not None:
+            self._shares.give_back(*seen.paid)
 
     @property
     def is_waiting(self) -> bool:
@@ -189,50 +247,71 @@ class ApiProbes:
         """
         if self._waiting and (is_waiting or not self._programs.calls_are_loading):
             waiting, self._waiting = self._waiting, []
-            for descriptor, path, probes in waiting:
-                self._attach(descriptor, path, probes)
-                os.close(descriptor)
+            for one in waiting:
+                self._attach(one)
+                os.close(one.descriptor)
 
-    def _attach_soon(self, descriptor: int, path: str, probes: list[Probe]) -> None:
+    def _attach_soon(self, one: _Waiting) -> None:
         """Puts probes on, without waiting for the programs."""
         if self._programs.calls_are_loading:
             with contextlib.suppress(OSError):
-                self._waiting.append((os.dup(descriptor), path, probes))
+                self._waiting.append(one._replace(descriptor=os.dup(one.descriptor)))
                 return
-        self._attach(descriptor, path, probes)
+        self._attach(one)
 
-    def _attach(self, descriptor: int, path: str, probes: list[Probe]) -> None:
+    def _attach(self, one: _Waiting) -> None:
+        links = self._seen[one.identity].links
         try:
-            refused = self._links.attach(f"/proc/self/fd/{descriptor}", probes)
+            refused = links.attach(f"/proc/self/fd/{one.descriptor}", one.probes)
         except EnvironmentUnfit as error:
-            self._failed(path, str(error), len(probes))
+            self._failed(one.path, str(error), len(one.probes))
             return
-        for one in refused:
-            self._failed(path, _reason(one.error))
+        for each in refused:
+            self._failed(one.path, _reason(each.error))
 
     def _probes(
-        self, file: FileIdentity, located: ProbedFunction, api: Api, function: Probed
+        self,
+        identity: FileIdentity,
+        seen: _File,
+        located: ProbedFunction,
+        api: Api,
+        function: Probed,
     ) -> list[Probe]:
         """Describes the probes of a function to the kernel half."""
         slot = self._slot(api, function)
-        if self._described == abi.API_PROBES_MAX:
-            raise TooManyFunctions
-        number = self._described
-        self._described += 1
+        number = self._number()
+        seen.described.append((slot, number))
         nops = self._programs.uprobes.answers.nops
         chosen = choose_site(located.prologue, nops)
-        self.ranges[file, slot] = (located.file_offset, located.size_bytes)
+        self.ranges[identity, slot] = (located.file_offset, located.size_bytes)
+        self.changes += 1
         probes = [Probe(_PROGRAMS[type(function)], located, chosen, slot, number)]
-        self._links.describe(probes[0])
+        seen.links.describe(probes[0])
         if isinstance(function, Naming) and function.handle_from is not HandleFrom.ARGUMENT:
             back = choose_site(located.prologue, nops, for_return=True)
             probes.append(Probe("on_named", located, back, slot, number))
         return probes
 
+    def _number(self) -> int:
+        """Returns what the kernel half knows a probe by.
+
+        Raises:
+            TooManyFunctions: There is none left.
+        """
+        for thread, numbers in [*self._leaving]:
+            if thread is None or not thread.is_alive():
+                self._free_numbers += numbers
+                self._leaving.remove((thread, numbers))
+        if self._free_numbers:
+            return self._free_numbers.pop()
+        if self._numbers == abi.API_PROBES_MAX:
+            raise TooManyFunctions
+        self._numbers += 1
+        return self._numbers - 1
+
     def _failed(self, path: str, reason: str, count: int = 1) -> None:
         self.losses[LossKind.CALLS_NOT_PROBED] += count
-        culprits = self.loss_files.setdefault(LossKind.CALLS_NOT_PROBED, set())
-        culprits.add(f"{path} ({reason})")
+        blame(self.loss_files, LossKind.CALLS_NOT_PROBED, f"{path} ({reason})")
 
     def _slot(self, api: Api, function: Probed) -> int:
         key = (api.name, function.symbol)
@@ -251,23 +330,41 @@ class ApiProbes:
 
     def take_off(self) -> None:
         """Takes all probes off beside all else: the kernel takes 0.15 s for it."""
-        with contextlib.suppress(RuntimeError):  # no more threads may be started: `close` does it
-            thread = threading.Thread(target=self._take_off, daemon=True)
-            thread.start()
-            self._taking_off = thread
+        self._leaving.append((_beside(self._close_links), []))
 
-    def _take_off(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread's
-        self._links.close()
+    def _close_links(self) -> None:
+        for seen in [*self._seen.values()]:
+            seen.links.close()
 
     def close(self) -> None:
         """Takes all probes off."""
-        for descriptor, _, _ in self._waiting:
-            os.close(descriptor)
+        for one in self._waiting:
+            os.close(one.descriptor)
         self._waiting = []
-        if self._taking_off is not None:
-            self._taking_off.join()
-        self._links.close()
+        for thread, _ in self._leaving:
+            if thread is not None:
+                thread.join()
+        self._close_links()
+
+
+def _beside(take_off: Callable[[], None]) -> threading.Thread | None:
+    """Has probes taken off beside all else, where a thread may be started.
+
+    The kernel takes 30 ms for those of a file that are in one link, and 0.1 s for each that is an
+    event of its own, as before v6.6.
+    """
+
+    def run() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread's
+        take_off()
+
+    thread = threading.Thread(target=run, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads may be started
+        take_off()
+        return None
+    return thread
 
 
 class TooManyFunctions(Exception):
@@ -299,9 +396,9 @@ def _describe(row: np.void, function: Probed) -> None:
         row["grid"] = int(function.grid)
         row["operation"] = int(function.operation)
         row["waits_for"] = int(function.waits_for)
-    for field, argument in arguments:
+    for name, argument in arguments:
         if argument is not None:
-            row[field] = (
+            row[name] = (
                 *(1, argument.number, argument.offset is not None, argument.size_bytes),
                 argument.offset or 0,
             )

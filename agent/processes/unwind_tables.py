@@ -25,7 +25,7 @@ import numpy.typing as npt
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.kernel.unwind_tables import KernelTables, table_bytes
-from aiflame.agent.losses import LossKind
+from aiflame.agent.losses import LossKind, blame
 from aiflame.agent.processes.cached_tables import CachedTables
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
@@ -292,8 +292,7 @@ class UnwindTables:
 
     def _blame(self, binary: int, kind: LossKind, count: int) -> None:
         self.losses[kind] += count
-        path = self._table.binaries.files[binary].path
-        self.loss_files.setdefault(kind, set()).add(path)
+        blame(self.loss_files, kind, self._table.binaries.files[binary].path)
 
     def _evict(self, size_bytes: int, tables: int) -> None:
         """Makes room for tables of that size together.

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
-from aiflame.agent.losses import LossKind
+from aiflame.agent.losses import LossKind, blame
 from aiflame.agent.model.window import OpenWindow
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.interpreters import InterpreterFinder
@@ -419,7 +419,7 @@ class PythonProcesses:
     def _blame(self, binary: int, kind: LossKind, what: str = "") -> None:
         self.losses[kind] += 1
         path = self._table.binaries.files[binary].path
-        self.loss_files.setdefault(kind, set()).add(f"{path} ({what})" if what else path)
+        blame(self.loss_files, kind, f"{path} ({what})" if what else path)
 
 
 def _record(process: PythonProcess, slot: int) -> npt.NDArray[np.void]:

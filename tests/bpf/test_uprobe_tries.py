@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,13 +25,14 @@ from aiflame.agent.kernel.uprobe_tries import (
 )
 from aiflame.agent.launches.links import ApiLinks, Probe
 from aiflame.agent.launches.probe_sites import ProbeSite
-from aiflame.agent.launches.probes import ApiProbes
+from aiflame.agent.launches.probes import ApiProbes, file_identity
 from aiflame.agent.launches.questions import functions, functions_among
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.target_files import FileGuard, TargetFile
 from breadth import cases
 from recordings import Workload
+from support import wait_until
 
 pytestmark = pytest.mark.bpf
 
@@ -110,6 +112,35 @@ def test_every_call_is_counted_in_each_way(
     assert probes.losses == {LossKind.CALLS_NOT_PROBED: 1}
     (culprit,) = probes.loss_files[LossKind.CALLS_NOT_PROBED]
     assert culprit == f"{program} (the kernel cannot probe its first instruction)"
+
+
+@cases("links_many", [True, False])
+def test_a_file_that_nobody_maps_any_more_has_no_probes(
+    links_many: bool, load: Load, program: Path, tmp_path: Path
+) -> None:
+    programs = load(UprobeAnswers(links_many))
+    gone, later = (Path(shutil.copy(program, tmp_path / name)) for name in ("gone", "later"))
+    with Inspector() as inspector:
+        facts = FileFacts(inspector.server, FileGuard())
+        probes = ApiProbes(programs, facts)
+
+        def look(path: Path) -> None:
+            with path.open("rb") as file:
+                probes.look(file.fileno(), str(path), 1, "container")
+            probes.poll(is_waiting=True)
+
+        # GIVEN a file whose probes are taken off, and another that has their numbers
+        look(gone)
+        with gone.open("rb") as file:
+            probes.forget(file_identity(file.fileno()))
+        wait_until(lambda: not any(thread.is_alive() for thread, _ in probes._leaving), 30)
+        look(later)
+        facts.close()
+    assert not _run(programs, gone)
+    counts = _run(programs, later)
+    probes.close()
+    found = {probes.functions[slot][1].symbol: count for slot, count in counts.items()}
+    assert found == dict.fromkeys(_PROBED, _CALLS)
 
 
 def test_a_wrong_yes_loses_no_call(load: Load, program: Path) -> None:

@@ -78,6 +78,7 @@ def test_a_function_that_is_probed_later_is_found() -> None:
     assert calls.with_call(image, user, _SLOT, 77).tolist() == [5, 77]
     calls._identities[_LIBRARY] = identity = (8, 1)
     calls.probes.ranges[identity, _SLOT] = (_FUNCTION_OFFSET, _FUNCTION_BYTES)
+    calls.probes.changes += 1
     assert len(calls.with_call(image, user, _SLOT, 77)) == 3
 
 
@@ -125,7 +126,7 @@ def _described(
     facts: Any = _Facts()
     probes = ApiProbes(programs, facts, apis, helpers)
     attached: list[str] = []
-    monkeypatch.setattr(probes, "_attach", lambda fd, path, found: attached.extend(found))
+    monkeypatch.setattr(probes, "_attach", lambda one: attached.extend(one.probes))
     with Path("/dev/null").open() as file:
         probes.look(file.fileno(), f"/opt/{name}")
     assert len(attached) == len(probes.functions)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.procfs import MapsLine
 from aiflame.agent.processes.shares import Shares, payer_of
+from support import wait_until
 
 _ID = "0123456789abcdef" * 4
 
@@ -144,7 +146,7 @@ def test_functions_of_one_process_leave_probes_to_others(
     probes = ApiProbes(programs, facts)
     facts._names = sorted({name for name, known in probes._wanted.items() if len(known) == 1})
     attached: list[str] = []
-    monkeypatch.setattr(probes, "_attach", lambda fd, path, probes: attached.append(path))
+    monkeypatch.setattr(probes, "_attach", lambda one: attached.append(one.path))
     descriptors = []
 
     def look(name: str, pid: int, payer: str, functions: int = 5) -> tuple[int, int]:
@@ -177,3 +179,34 @@ def test_functions_of_one_process_leave_probes_to_others(
     finally:
         for fd in descriptors:
             os.close(fd)
+
+
+def test_files_of_containers_that_are_gone_leave_probes_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(abi, "API_PROBES_MAX", 320)
+    programs: Any = _Programs()
+    facts: Any = _Facts([])
+    probes = ApiProbes(programs, facts)
+    facts._names = sorted({name for name, known in probes._wanted.items() if len(known) == 1})
+    attached: list[str] = []
+    monkeypatch.setattr(probes, "_attach", lambda one: attached.append(one.path))
+    # GIVEN a library of the system's, and containers with one of their own each
+    names = ["system", *map(str, range(200))]
+    threads = threading.active_count()
+    for number, name in enumerate(names):
+        (tmp_path / name).write_bytes(bytes(5))
+        with (tmp_path / name).open("rb") as file:
+            identity = probes.look(file.fileno(), name, number, f"container-{name}" * (number > 0))
+        # WHEN nobody maps it any more
+        probes.forget(identity)
+        wait_until(lambda: threading.active_count() == threads, 10)
+    # THEN the next ones are probed all day long,
+    assert attached == names
+    assert not +probes.losses
+    # what is left is the system's, which is mapped again any time,
+    assert len(probes.ranges) == 5
+    # AND one that is mapped again is probed again.
+    with (tmp_path / "7").open("rb") as file:
+        probes.look(file.fileno(), "7", 7, "container-7")
+    assert attached[-1] == "7"
