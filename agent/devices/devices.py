@@ -75,8 +75,11 @@ _MAX_EXECUTIONS = 1 << 24
 _MAX_KERNEL_NS_OF_PROCESS, _MAX_KERNEL_NS = 1 << 52, 1 << 62
 
 # Of a recording, as they are kept for its end: codes, and instructions of theirs that were sampled.
-# Eight large programs have 10,000 kernels each, of which a few are hot; these are some 200 MB.
+# Eight large programs have 10,000 kernels each, of which a few are hot; these are some 200 MB. Of
+# the processes that there are, where nothing is listed in the end.
 _MAX_CODES, _MAX_SITES = 1 << 17, 1 << 21
+# Of a recording: NVIDIA's devices have 40, and a helper may say anything.
+_MAX_REASONS = 1 << 12
 
 
 # Of a process: names of kernels that ran, by which those of its handles are found.
@@ -385,6 +388,7 @@ class Devices:
         self._running: list[_FamilyHost] = []
         self._owners: dict[int, _FamilyHost | None] = {}
         self._codes: dict[tuple[str, CodeKey], int] = {}
+        self._next_code = 0
         self._kernel_of: dict[int, int] = {}  # by code: their processes may be forgotten
         self._reasons: dict[tuple[str, str], int] = {}
         self._offsets: defaultdict[tuple[str, CodeKey], set[int]] = defaultdict(set)
@@ -633,8 +637,13 @@ class Devices:
         self._take_readings(running, end_ns)
 
     def _has_place(self, family: str, sample: KernelSample) -> bool:
-        """Whether the instruction of a sample can be told apart from all others; notes it if so."""
+        """Whether the instruction and the reason of a sample can be told apart from all others.
+
+        Notes the instruction if so.
+        """
         known = self._offsets.get((family, sample.code))
+        if (family, sample.reason) not in self._reasons and len(self._reasons) == _MAX_REASONS:
+            return False
         if known is not None and sample.offset in known:
             return True
         if self._sites == _MAX_SITES or (known is None and len(self._codes) == _MAX_CODES):
@@ -703,7 +712,8 @@ class Devices:
     def _code(self, family: Family, key: CodeKey) -> int:
         known = self._codes.get((family.name, key))
         if known is None:
-            known = self._codes[family.name, key] = len(self._codes)
+            known = self._codes[family.name, key] = self._next_code
+            self._next_code += 1
             kernel = self._kernels.id_of(key.process, family.api, key.name)
             self._kernel_of[known] = kernel
             file = NONE if key.file is None else key.file
@@ -783,7 +793,14 @@ class Devices:
         return found.union(*(running.held for running in self._running))
 
     def forget_images(self, images: Collection[int]) -> None:
-        """Forgets process images that have ended; what was sampled of them is kept."""
+        """Forgets process images that have ended.
+
+        What was sampled of them is kept for listings, where there are to be any.
+        """
+        if not self._wanted.lists:
+            for known in [known for known in self._codes if known[1].process in images]:
+                del self._kernel_of[self._codes.pop(known)]
+                self._sites -= len(self._offsets.pop(known))
         self._locations.forget_images(images)
         self._timed.difference_update(images)
         for running in self._running:

@@ -87,6 +87,7 @@ class DeviceLocations:
         # Samples by stack and thread: of one interval, and of stacks that have not come.
         self._sums: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self._waiting: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self._waited: set[int] = set()  # those that were waited for when samples were last taken
         # When samples were taken, by stack and thread, ascending.
         self._times: defaultdict[int, defaultdict[int, list[int]]] = defaultdict(
             lambda: defaultdict(list)
@@ -159,6 +160,10 @@ class DeviceLocations:
             until_ns: Where the window ends, monotonic: times after it are kept for the next one.
         """
         self._look_again()
+        # Their stacks are lost: they come with the sums, or in the next drain.
+        for stack in self._waited & self._waiting.keys():
+            del self._waiting[stack]
+        self._waited = {*self._waiting}
         found: list[CpuSample] = []
         for stack, by_thread in self._sums.items():
             location = self._locations.get(stack)

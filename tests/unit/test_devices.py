@@ -39,6 +39,7 @@ from aiflame.agent.sinks.capture import CaptureSink
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.gpu.apis.base import Api
 from aiflame.gpu.base import (
+    ALWAYS,
     CodeKey,
     CpuSample,
     DeviceReading,
@@ -54,6 +55,7 @@ from aiflame.gpu.base import (
     Listing,
     Sampler,
     SourceLines,
+    Wanted,
 )
 from support import blind_inspector
 
@@ -191,6 +193,17 @@ def test_sum_that_comes_before_its_stack_waits_for_it(
     assert locations.take(_NEVER_NS) == [CpuSample(image.index, 5, _KERNEL, 8, False, 7)]
 
 
+def test_sums_whose_stacks_are_lost_are_not_kept(
+    locations: DeviceLocations, image: ProcessImage
+) -> None:
+    _map(image, _KERNEL_AT, _KERNEL)
+    for stack in range(1, 50):
+        locations.add_sums(*_sums((stack, 5, SampleClass.ON_CPU, 3)), lambda stack: False)
+        locations.add_time(stack, 5, stack, lambda stack: False)
+        assert locations.take(stack) == []
+    assert len(locations._waiting) <= 2 and len(locations._times) <= 2
+
+
 def test_kernel_whose_mapping_is_read_after_its_stack_counts(
     locations: DeviceLocations, image: ProcessImage
 ) -> None:
@@ -318,10 +331,10 @@ def _devices(
     window: WindowBuilder,
     kernels: KernelTable,
     watch: Callable[[int], None] = lambda descriptor: None,
+    wanted: Wanted = ALWAYS,
 ) -> Devices:
-    return Devices(
-        families, table, _Biases(), window, kernels, 1000, lambda _: None, watch, lambda _: None
-    )
+    own = (1000, lambda _: None, watch, lambda _: None, wanted)
+    return Devices(families, table, _Biases(), window, kernels, *own)
 
 
 def _finish(writer: CaptureWriter) -> None:
@@ -709,6 +722,50 @@ def test_a_recording_has_so_many_codes_and_instructions(
     assert rows["count"].sum() == again["count"].sum() == 5 * 7
     assert rows["code"].tolist() == [0, 0, 1, 1, 2]
     assert devices.losses == {LossKind.DEVICE_SAMPLES_REFUSED: 2 * (16 - 5) * 7}
+
+
+def test_processes_that_come_and_go_all_day_leave_room_for_the_next(
+    table: ProcessTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is listed in the end, as of an agent."""
+    monkeypatch.setattr("aiflame.agent.devices.devices._MAX_CODES", 8)
+    monkeypatch.setattr("aiflame.agent.devices.devices._MAX_SITES", 16)
+    family, window = _TellingFamily((_TOY,)), _window()
+    kernels = KernelTable(window)
+    devices = _devices([family], table, window, kernels, wanted=Wanted(lists=False))
+    devices.start()
+    codes: set[int] = set()
+    for number in range(50):
+        process = 100 + number
+        row = (process, 77, 1, 77, 0, 0, -1, NONE, 0, 0, 0)
+        window.define("processes", rows_of("processes", row))
+        file = number % 2 or None
+        family.sampler.samples = [
+            KernelSample(0, 0, CodeKey(process, file, f"k{kernel}"), 16 * offset, "busy", 7)
+            for kernel in range(4)
+            for offset in range(4)
+        ]
+        devices.drain(number, 1_000 * (number + 1))
+        rows = window.close(1_000 * (number + 1)).device_samples
+        assert rows["count"].sum() == 16 * 7
+        # Windows that are named later still tell them apart.
+        assert not codes & {*rows["code"].tolist()}
+        codes |= {*rows["code"].tolist()}
+        devices.forget_images([process])
+        assert not devices.used_binaries()
+    assert not +devices.losses
+
+
+def test_reasons_are_bounded(
+    telling: tuple[_TellingFamily, Devices, WindowBuilder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, devices, window = telling
+    monkeypatch.setattr("aiflame.agent.devices.devices._MAX_REASONS", 3)
+    key = CodeKey(0, None, "k")
+    family.sampler.samples = [KernelSample(0, 0, key, 0, f"reason {n}", 7) for n in range(9)]
+    devices.drain(0, 1_000)
+    assert window.close(1_000).device_samples["count"].sum() == 3 * 7
+    assert devices.losses == {LossKind.DEVICE_SAMPLES_REFUSED: 6 * 7}
 
 
 def test_times_from_before_the_recording_are_left_out(
