@@ -76,6 +76,8 @@ class _Agent:
                     *("--stretch", stretch, "--sinks-captures-directory", str(self.captures)),
                     # Without devices: other tests expect to be the only recorder of their helpers.
                     *("--gpu", "none"),
+                    # Above its budget, as beside other tests, windows and names come by the minute.
+                    *("--cost-cpu-percent", "100"),
                     *("--sinks-toy-url", f"http://127.0.0.1:{self.port}"),
                 ],
                 stderr=log,

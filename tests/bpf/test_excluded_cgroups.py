@@ -235,6 +235,7 @@ def test_an_agent_leaves_out_a_container(groups: _Groups, tmp_path: Path) -> Non
     command = [
         *(*support.AIFLAME, "agent", "--directory", str(tmp_path / "agent"), "--stretch", "10m"),
         *("--health", "", "--gpu", "none", "--exclude", f"container_id={out.name}"),
+        *("--cost-cpu-percent", "100"),  # above its budget, windows are of a minute
     ]
     with ExitStack() as stack:
         # GIVEN an agent that leaves out one container of two

@@ -84,19 +84,19 @@ def judge(output: Path, with_cuda: bool) -> Verdict:
     verdict.failures += facts["failures"]
     _judge_doctor(verdict, output)
     _judge_kernel_objects(verdict, facts)
-    wanted = ["warm", "pid", "cgroup", "all", "opencl", *(["cuda"] if with_cuda else [])]
+    wanted = ["pid", "cgroup", "all", *(["cuda"] if with_cuda else [])]
     for name in wanted:
         if name not in facts["truth"]:
             verdict.expect(bool(verdict.failures), f"{name}: not recorded")
             continue
         profile, truth = read_capture(output / f"{name}.aiflame"), facts["truth"][name]
         verdict.losses += Counter({loss.name: loss.count for loss in profile.losses})
-        if name == "opencl":
-            _judge_opencl(verdict, profile, truth["opencl"])
-        elif name == "cuda":
+        if name == "cuda":
             _judge_cuda(verdict, profile, truth["rounds"])
-        elif name != "warm":  # before its tables were there, stacks were cut
-            _judge_loads(verdict, name, profile, truth)
+            continue
+        _judge_loads(verdict, name, profile, truth)
+        if "opencl" in truth:
+            _judge_opencl(verdict, profile, truth["opencl"])
     return verdict
 
 

@@ -19,7 +19,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,11 @@ def _settle(recorder: int) -> None:
             return
 
 
+def _of_pids(loads: Iterable[Workload]) -> tuple[str, str, str]:
+    """The arguments to record programs by."""
+    return "-p", ",".join(str(load.pid) for load in loads), "-s"
+
+
 class Guest:
     """The steps, each of which leaves its files in the output folder."""
 
@@ -179,37 +184,48 @@ class Guest:
             self._keep(name, recording.stop(), truth)
 
     def _recording(self, name: str, *arguments: object) -> Recording:
-        output = ("-o", f"{name}.aiflame", "-F", _HZ)
+        # Without a page, which is no kernel's concern.
+        output = ("-o", f"{name}.aiflame", "-f", "aiflame", "-F", _HZ)
         return Recording(self._output, *output, *arguments, patience_s=_PATIENCE_S)
 
     def _keep(self, name: str, ended: Ended, truth: dict[str, Any]) -> None:
         self._facts["truth"][name] = truth
         (self._output / f"{name}.txt").write_text(ended.stderr)
-        (self._output / f"{name}.html").unlink(missing_ok=True)
         if ended.returncode != 0:
             raise RuntimeError(f"record ended with {ended.returncode}: {ended.stderr}")
 
-    def record_pids(self, name: str, *arguments: object) -> None:
+    def warm(self) -> None:
+        """Has tables made, without which stacks are cut until they are there."""
+        with contextlib.ExitStack() as stack:
+            loads = [stack.enter_context(load) for load in self.loads().values()]
+            recording = stack.enter_context(self._recording("warm", *_of_pids(loads)))
+            for load in loads:
+                load.go()
+            _settle(recording.pid)
+            recording.stop()
+            for load in loads:
+                load.process.kill()
+
+    def record_pids(self, name: str) -> None:
         """Under -p, with the children of each."""
         loads = self.loads()
-        pids = ",".join(str(load.pid) for load in loads.values())
-        self.record(name, loads, "-p", pids, "-s", *arguments)
+        self.record(name, loads, *_of_pids(loads.values()))
 
     def record_cgroup(self, name: str) -> None:
-        """Under --cgroup."""
+        """Under --cgroup, with launches through the OpenCL loader; PoCL runs them on the CPU."""
         _CGROUP.mkdir()
         procs = _CGROUP / "cgroup.procs"
-        loads = self.loads(lambda: procs.write_text(str(os.getpid())) and None)
+
+        def inside() -> None:
+            procs.write_text(str(os.getpid()))
+
+        opencl = Workload([self._programs / "opencl", _OPENCL_MS], preexec_fn=inside)
+        loads = {**self.loads(inside), "opencl": opencl}
         self.record(name, loads, "--cgroup", _CGROUP)
 
     def record_all(self, name: str) -> None:
         """Under -a."""
         self.record(name, self.loads(), "-a")
-
-    def record_opencl(self, name: str) -> None:
-        """Launches through the OpenCL loader; PoCL runs them on the CPU."""
-        load = Workload([self._programs / "opencl", _OPENCL_MS])
-        self.record(name, {"opencl": load}, "-p", load.pid)
 
     def record_cuda(self, name: str) -> None:
         """Launches through the CUDA runtime, which all fail for want of a driver."""
@@ -233,15 +249,13 @@ def main() -> None:
     with guest.step("doctor"):
         guest.doctor()
     with guest.step("warm"):
-        guest.record_pids("warm")
+        guest.warm()
     with guest.step("pid"):
         guest.record_pids("pid")
     with guest.step("cgroup"):
         guest.record_cgroup("cgroup")
     with guest.step("all"):
         guest.record_all("all")
-    with guest.step("opencl"):
-        guest.record_opencl("opencl")
     if (programs / "cuda").exists():
         with guest.step("cuda"):
             guest.record_cuda("cuda")
