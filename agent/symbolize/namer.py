@@ -144,6 +144,8 @@ class Namer:
         self._processes: Recent[tuple[int, bytes], MappedProcess] = Recent(*_PROCESSES)
         self._expected: dict[tuple[int, int], NamedRange | None] = {}
         self._losses: Counter[LossKind] = Counter()
+        # Who answers may have done so for captures before this one.
+        self._losses_before = Counter(service.losses)
         self.jit_symbols: dict[tuple[int, int], str] = {}
 
     @property
@@ -151,7 +153,7 @@ class Namer:
         """What could not be named."""
         found = Counter(self._losses)
         found[LossKind.PYTHON_MISFIT] = self._splicer.misfits
-        return found + self._service.losses
+        return found + (self._service.losses - self._losses_before)
 
     def name(self, window: Window, stacks: Sequence[UnnamedStack]) -> list[NamedStack]:
         """Names stacks of a window, in their order."""

@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 # Goes up whenever a question has another answer for the same bytes.
 _FORMAT = 4
-# Some 8,000 files: most take 500 bytes, a library of CUDA's with all its functions 60,000.
-_MAX_BYTES = 16 << 20
+# Some 2,500 files: most take a page, a library of CUDA's with all its functions 60,000 bytes.
+_MAX_BYTES = 12 << 20
 _MAX_FILE_BYTES = 256 << 10
 # Files whose answers are at hand: each is asked about three times in a row.
 _RECENT_FILES = 16

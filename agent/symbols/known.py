@@ -22,8 +22,8 @@ from aiflame.agent.symbols.store import Store
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _ROOT_DIRECTORY = Path("/run/aiflame")
-# Some 5,000 files.
-_MAX_BYTES = 1 << 20
+# Some 2,000 files, which take a page each.
+_MAX_BYTES = 8 << 20
 # A name of a table is shorter.
 _MAX_TEXT_BYTES = 256
 # The kernel's clock for files stands still for 10 ms at most (CONFIG_HZ=100): a file that changed

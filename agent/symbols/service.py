@@ -52,8 +52,12 @@ _ENDING_S = 1.0
 # Tables are built while the target runs, which must not wait for us; once the recorder itself
 # waits, the worker runs as anyone else.
 _NICENESS_WARMING, _NICENESS_WAITED_FOR = 10, 0
-# A worker that cannot even start must not be tried for ever: so many die without an answer.
+# A worker that cannot even start must not be tried for ever: so many die without an answer. Where
+# it is forked there may be room again later.
 _MAX_DEATHS = 40
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 60.0
+# What has happened counts for so long: the out-of-memory killer may come twice in a year.
+_DEATHS_COUNT_S, _STRIKES_COUNT_S = 3_600.0, 4 * 3_600.0
 # A worker and its children take 100 MB, and 0.15 s of CPU time to start. One that was needed again
 # gets twice as long the next time, up to a minute: a host that now and then shows something new
 # starts none all the time, and keeps none all day.
@@ -102,12 +106,16 @@ class ServiceNotes:
 
     Attributes:
         strikes: How often a worker died over a file, by file and root directory.
+        strikes_since_s: Since when these are counted, monotonic.
         deaths: How many died without an answer since the last one.
+        died_s: When the last one did, monotonic.
         losses, problems: As of a service.
     """
 
     strikes: Counter[tuple[str, str]]
+    strikes_since_s: float
     deaths: int
+    died_s: float
     losses: Counter[LossKind]
     problems: list[Problem]
 
@@ -161,7 +169,7 @@ class SymbolService:
 
     Attributes:
         losses: How much went wrong so far.
-        problems: The first that went wrong, in order.
+        problems: The last that went wrong, in order.
         on_strike: Called once a worker has died over a file.
         cpu_ns: CPU time of all workers, complete after `close`.
         peak_rss_bytes: Largest resident set of any worker, as of its latest answer.
@@ -189,6 +197,8 @@ class SymbolService:
         self._process: WorkerProcess | None = None
         self._errors: IO[bytes] | None = None
         self._deaths = 0
+        self._died_s = self._not_before_s = 0.0
+        self._pause_s = _FIRST_PAUSE_S
         self._idle_s = 0.0 if server is not None else idle_s
         self._answered_s = 0.0  # when it last answered, or was started
         self._next_number = 0
@@ -197,6 +207,7 @@ class SymbolService:
         self._incoming = bytearray()
         self._deadline = 0.0
         self._strikes: Counter[tuple[str, str]] = Counter()
+        self._strikes_since_s = time.monotonic()
         self._done: dict[int, tuple[list[tuple[SourceFrame, ...]], list[Range | None]]] = {}
         self.losses: Counter[LossKind] = Counter()
         self.problems: list[Problem] = []
@@ -217,7 +228,10 @@ class SymbolService:
 
     def start(self) -> None:
         """Start the worker now, for a caller that needs `pid` early."""
-        if self._process is None and self._deaths < _MAX_DEATHS:
+        now_s = time.monotonic()
+        if now_s - self._died_s >= _DEATHS_COUNT_S:
+            self._deaths = 0
+        if self._process is None and self._deaths < _MAX_DEATHS and now_s >= self._not_before_s:
             self._spawn()
 
     def warm(self, path: str, root_path: str) -> None:
@@ -272,11 +286,13 @@ class SymbolService:
 
     def notes(self) -> ServiceNotes:
         """Returns what it has met so far."""
-        return ServiceNotes(self._strikes, self._deaths, self.losses, self.problems)
+        strikes, deaths = (self._strikes, self._strikes_since_s), (self._deaths, self._died_s)
+        return ServiceNotes(*strikes, *deaths, self.losses, self.problems)
 
     def learn(self, notes: ServiceNotes) -> None:
         """Takes what it has met in a copy of this process, which had all that this one has."""
-        self._strikes, self._deaths = notes.strikes, notes.deaths
+        self._strikes, self._strikes_since_s = notes.strikes, notes.strikes_since_s
+        self._deaths, self._died_s = notes.deaths, notes.died_s
         self.losses, self.problems = notes.losses, notes.problems
 
     def close(self) -> None:
@@ -302,6 +318,9 @@ class SymbolService:
         """Gives a request its number, and sends it; returns the number."""
         self._next_number += 1
         pending.number = self._next_number
+        if time.monotonic() - self._strikes_since_s >= _STRIKES_COUNT_S:
+            self._strikes_since_s = time.monotonic()
+            self._strikes.clear()
         strikes = self._strikes[pending.culprit]
         if strikes > 1 or not self._running():
             self._give_up(pending)
@@ -329,8 +348,11 @@ class SymbolService:
         except OSError as error:
             if errors is not None:
                 errors.close()
-            # A fork server may be there again, or have room, for the next question.
-            self._deaths = self._deaths + 1 if self._server is not None else _MAX_DEATHS
+            if self._server is None:
+                self._deaths, self._died_s = _MAX_DEATHS, time.monotonic()
+            else:  # it may be there again, or have room, for a later question
+                self._not_before_s = time.monotonic() + self._pause_s
+                self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             self._add(Problem(LossKind.SYMBOLIZER_DIED, f"cannot start: {error.strerror}"))
             return
         for pipe in (process.stdin, process.stdout):
@@ -428,13 +450,14 @@ class SymbolService:
             self._add(replace(problem, detail=detail))
         self._queue.popleft()
         self._deaths = 0  # an agent meets files that are too large for it all year
+        self._pause_s = _FIRST_PAUSE_S
         self._answered_s = time.monotonic()
         self._deadline = self._answered_s + self._patience_s
 
     def _restart(self) -> None:
         """Replace the worker and ask again for what it owed, the culprit with less effort."""
         how = self._reap()
-        self._deaths += 1
+        self._deaths, self._died_s = self._deaths + 1, time.monotonic()
         if self._queue:
             self._strike(self._queue[0], how)
         waiting, self._queue = self._queue, deque()
@@ -459,8 +482,9 @@ class SymbolService:
         if problem in self.problems:
             return
         self.losses[problem.reason] += 1
-        if len(self.problems) < _MAX_PROBLEMS:
-            self.problems.append(problem)
+        self.problems.append(problem)
+        if len(self.problems) > _MAX_PROBLEMS:
+            del self.problems[0]
 
     def _reap(self) -> str:
         """Kill the worker, add its CPU time, and say in words how it ended."""

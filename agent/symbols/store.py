@@ -2,8 +2,8 @@
 """The cache on disk: finished symbol tables and line tables, one file each.
 
 Files are written under a temporary name and renamed, so readers see whole files or none. When the
-total goes over the bound, the files used longest ago go. Nothing here may fail a recording: a
-directory that cannot be made or written, or a full disk, means working without a cache.
+total goes over the bound, or the disk is full, the files used longest ago go. Nothing here may fail
+a recording: a directory that cannot be made or written means working without a cache.
 
 What a file holds, and whether it is sound, is the business of its reader.
 """
@@ -11,6 +11,7 @@ What a file holds, and whether it is sound, is the business of its reader.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import mmap
 import os
@@ -33,6 +34,8 @@ _TRIM_EVERY = 0.01
 # Files that come within a tick of the kernel's clock of each other leave one time of change: 10 ms
 # at most (CONFIG_HZ_100).
 _TICK_NS = 20_000_000
+# What a file takes at least, in memory and on most disks; and what st_blocks counts (stat(2)).
+_PAGE_BYTES, _BLOCK_BYTES = 4096, 512
 _ROOT_CACHE = Path("/var/cache/aiflame")
 
 
@@ -72,7 +75,7 @@ class Store:
 
     Args:
         directory: Made if missing, with mode 0700; None works without a cache.
-        max_bytes: Bound on the sum of all files.
+        max_bytes: Bound on what all files take on disk.
     """
 
     def __init__(self, directory: Path | None, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
@@ -121,7 +124,8 @@ class Store:
             return False
         try:
             fd, temporary = tempfile.mkstemp(dir=self._directory, prefix=".new-")
-        except OSError:
+        except OSError as error:
+            self._make_room(error)
             return False
         try:
             with os.fdopen(fd, "wb") as file:
@@ -129,15 +133,22 @@ class Store:
                     file.write(chunk)
                 size_bytes = file.tell()
             Path(temporary).rename(self._directory / name)
-        except OSError:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 Path(temporary).unlink()
+            self._make_room(error)
             return False
         # With thousands of small files looking at all takes far longer than writing one. Many
         # processes write some files each: chance needs nobody to count for all of them.
-        if random.random() * self._max_bytes * _TRIM_EVERY < size_bytes:  # noqa: S311 - no secret
+        taken_bytes = max(size_bytes, _PAGE_BYTES)
+        if random.random() * self._max_bytes * _TRIM_EVERY < taken_bytes:  # noqa: S311 - no secret
             self._trim(self._directory)
         return True
+
+    def _make_room(self, error: OSError) -> None:
+        """Removes what was used longest ago where the disk is full, for the next file."""
+        if self._directory is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            self._trim(self._directory, is_full=True)
 
     def holds(self, part: str) -> bool:
         """Whether there is a file with this in its name."""
@@ -160,18 +171,20 @@ class Store:
             with contextlib.suppress(OSError):
                 (self._directory / name).unlink()
 
-    def _trim(self, directory: Path) -> None:
+    def _trim(self, directory: Path, *, is_full: bool = False) -> None:
         files: list[tuple[float, str, int]] = []
         with contextlib.suppress(OSError), os.scandir(directory) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
                     facts = entry.stat(follow_symlinks=False)
-                    files.append((facts.st_mtime, entry.name, facts.st_size))
+                    taken_bytes = max(facts.st_size, facts.st_blocks * _BLOCK_BYTES)
+                    files.append((facts.st_mtime, entry.name, taken_bytes))
         total = sum(size for _, _, size in files)
-        if total <= self._max_bytes:
+        bound = total if is_full else self._max_bytes
+        if total <= bound and not is_full:
             return
         for _, name, size in sorted(files):
-            if total <= self._max_bytes * _TRIM_TO:
+            if total <= bound * _TRIM_TO:
                 return
             self.remove(name)
             total -= size

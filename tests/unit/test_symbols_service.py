@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -12,7 +13,7 @@ import sys
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -221,6 +222,42 @@ def test_many_bad_binaries_cost_only_themselves(
     with SymbolService(None, command=bad_worker) as service:
         found = names(service, *requests)
     assert [frames[0] for frames in found] == [[], ["a()"], [], ["b()"], [], ["c()"]]
+
+
+def test_what_a_file_did_hours_ago_counts_no_more(
+    tmp_path: Path, bad_worker: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = binary(tmp_path, "crash_first")
+    with SymbolService(None, command=bad_worker) as service:
+        assert names(service, request)[0][0] == ["_Z11crash_firstv"]
+        assert service._strikes.total() == 1
+        monkeypatch.setattr(service_module, "_STRIKES_COUNT_S", 0.0)
+        names(service, binary(tmp_path, "one"))
+        assert service._strikes.total() == 0
+
+
+def test_workers_that_cannot_be_forked_for_a_while_are_there_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a host that has no room for another process, and many questions
+    server = ForkServer()
+    requests = [binary(tmp_path, name) for name in ("one", "two")]
+    try:
+        with SymbolService(None, server=server) as service:
+            with monkeypatch.context() as refusing:
+                refusing.setattr(service, "_started", _refuse)
+                for _ in range(2 * service_module._MAX_DEATHS):
+                    assert names(service, *requests) == [[[], []], [[], []]]
+                assert service.losses == {LossKind.SYMBOLIZER_DIED: 1}
+            # WHEN it has again THEN the next ones are answered
+            service._not_before_s = 0.0
+            assert names(service, *requests) == [[["one()"], []], [["two()"], []]]
+    finally:
+        server.close()
+
+
+def _refuse(_: object) -> NoReturn:
+    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
 def test_second_attempt_goes_without_dwarf_and_demangling(
