@@ -9,6 +9,7 @@ queue, which together tells who launched what ran there.
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
@@ -37,6 +38,10 @@ class TimedProcesses:
         """Asks for those of a process; counts one that there is no room for."""
         if not self._pids:
             self._programs.set(abi.Setting.TIMED_SAMPLES, _SAMPLES_PER_S)
+        if len(self._pids) >= self._programs.timed_processes.max_entries:
+            # Nobody tells of the end of one that became another program which nobody has seen.
+            for other in [one for one in self._pids if not Path(f"/proc/{one}").exists()]:
+                self.forget(other)
         if len(self._pids) < self._programs.timed_processes.max_entries:
             self._pids.add(pid)
             key = pid.to_bytes(4, "little")

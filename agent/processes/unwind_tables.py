@@ -49,6 +49,10 @@ _SILENT_NS = 1_000_000_000
 # How long a Ctrl-C may go unnoticed meanwhile.
 _LOOK_NS = 100_000_000
 
+# A table that could not be made is tried again after so long, if samples need it: the disk may have
+# been full, or memory short, when it was.
+_TRY_AGAIN_NS = 3_600_000_000_000
+
 # Of whom it is known how long their tables took: services come and go.
 _MAX_PAYERS = 1024
 
@@ -102,6 +106,7 @@ class UnwindTables:
         self._last_ns = abi.NEVER_NS
         self._settled: set[int] = set()  # binaries whose table is in the cache, or cannot be
         self._building: set[int] = set()
+        self._failed_ns: dict[int, int] = {}  # when a table could not be made, monotonic
         self._payers: defaultdict[int, set[str]] = defaultdict(set)  # who maps a binary
         self._spent_s: defaultdict[str, float] = defaultdict(float)  # on tables of a payer
         self._noted: set[int] = set()  # those of which it was counted what is missing
@@ -144,12 +149,22 @@ class UnwindTables:
         if pid in self._pushed:
             self._gone.add(pid)
 
+    def forget_images(self, images: Collection[int]) -> None:
+        """Has `poll` take out the mappings of images that are over, of whose end nobody told.
+
+        As of one that called exec, where the next program ended before anybody heard of it.
+        """
+        over = [pid for pid, image in self._pushed.items() if image.index in images]
+        self._told.difference_update(over)
+        self._gone.update(over)
+
     def forget_binaries(self, binaries: Collection[int]) -> None:
         """Forgets files that nobody maps any more; their tables leave the kernel."""
         for binary in binaries:
             self._hits.pop(binary, None)
             self._used_at.pop(binary, None)
             self._payers.pop(binary, None)
+            self._failed_ns.pop(binary, None)
         known = (self._settled, self._noted, self._without, self._wanted, self._short)
         for some in (*known, self._building):
             some.difference_update(binaries)
@@ -164,10 +179,22 @@ class UnwindTables:
         files = self._table.binaries.files
         hits = Counter({binary: count for binary, count in hits.items() if binary in files})
         self._hits.update(hits)
+        self._try_again(hits.keys() & self._failed_ns.keys())
         for binary in hits:
             self._used_at[binary] = self._drains
             is_out = binary in self._settled and binary not in self._without
             if is_out and binary not in self._kernel.loaded:
+                self._wanted.add(binary)
+
+    def _try_again(self, binaries: Collection[int]) -> None:
+        """Has tables asked for again that could not be made long ago."""
+        now_ns = time.monotonic_ns()
+        for binary in binaries:
+            if now_ns - self._failed_ns[binary] >= _TRY_AGAIN_NS:
+                del self._failed_ns[binary]
+                for known in (self._settled, self._noted, self._without):
+                    known.discard(binary)
+                self._cache.forget_binaries([binary])
                 self._wanted.add(binary)
 
     def poll(self) -> None:
@@ -193,7 +220,8 @@ class UnwindTables:
         if self._queued or self._over or self._wanted:
             self._enter_tables([*self._queued.values(), *self._over])
             self._over.clear()
-            for binary in self._wanted - self._kernel.loaded.keys() - self._short:
+            there = self._kernel.loaded.keys() | self._building | self._without
+            for binary in self._wanted - there - self._short:
                 self._short.add(binary)
                 self._blame(binary, LossKind.UNWIND_MEMORY_FULL, 1)
             images, self._queued = self._queued, {}
@@ -257,6 +285,7 @@ class UnwindTables:
             kind = LossKind.UNWIND_TABLE_NOT_BUILT if is_given_up else LossKind.BAD_UNWIND_INFO
             self._blame(binary, kind, 1)
             self._without.add(binary)
+            self._failed_ns[binary] = time.monotonic_ns()
         elif self._cache.build(binary):
             self._building.add(binary)
         else:

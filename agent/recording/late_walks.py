@@ -41,6 +41,8 @@ _MAX_KEPT_BYTES = 64_000_000
 # At each look: 40 ms. To look through a thousand that still wait takes 1 ms.
 _MOST_WALKED = 200
 _LOOK_INTERVAL_NS = 100_000_000
+# To load tables again takes milliseconds.
+_FORGET_NS = 60_000_000_000
 
 # What a stack is in may have been mapped a moment before: then it is walked again for so long.
 _MAPPED_SOON_NS = 1_000_000_000
@@ -168,7 +170,7 @@ class LateWalks:
         self._stacks = stacks
         self._walker = StackWalker(tables, images)
         self._waiting: list[_Copy] = []
-        self._next_look_ns = 0
+        self._next_look_ns = self._forgot_ns = 0
         self._kept_bytes: Counter[int] = Counter()  # by index of the process image
         self.complete = self.truncated = 0
         self.losses: Counter[LossKind] = Counter()
@@ -224,8 +226,9 @@ class LateWalks:
                 waiting.append(copy)
         self._waiting = waiting
         self._settle(settled)
-        if not waiting:
-            self._kept_bytes.clear()
+        # On some hosts something waits all day.
+        if not waiting or now_ns - self._forgot_ns >= _FORGET_NS:
+            self._forgot_ns = now_ns
             self._walker.forget()
 
     def _is_due(self, copy: _Copy) -> bool:
@@ -245,6 +248,8 @@ class LateWalks:
         """Gives what is known of stacks, which is all that will be."""
         for copy in copies:
             self._kept_bytes[copy.image.index] -= _size_bytes(copy)
+            if not self._kept_bytes[copy.image.index]:
+                del self._kept_bytes[copy.image.index]
             if copy.walked is not None and _is_better(copy.walked, copy):
                 _extend(copy.record[0], copy.begin.depth - 1, copy.walked)
             is_complete = int(copy.record["end"][0]) in COMPLETE_REASONS

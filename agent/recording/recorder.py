@@ -344,7 +344,7 @@ class Recorder:
             window,
             self.thread_times,
             (
-                *(self._cut_sleeps, self.pythons, self.calls),
+                *(self.tables, self._cut_sleeps, self.pythons, self.calls),
                 *(self.kernels, self.devices, self.facts),
             ),
             (self.tables, self.pythons, self.calls, self.devices, self.facts),

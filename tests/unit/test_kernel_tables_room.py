@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections import Counter
 from collections.abc import Collection
 from collections.abc import Mapping as AnyMapping
@@ -247,6 +248,41 @@ def test_tables_that_samples_need_take_the_slots_of_others(
     # THEN it takes the place of one that nobody needs
     assert {1, 4} < set(files.entered)
     assert len(files.entered) == 3
+    files.tables.close()
+
+
+def test_mappings_of_a_process_whose_end_nobody_told_are_taken_out(kernel: Any) -> None:
+    # GIVEN one that became another program, which ended before anybody heard of it
+    files = _Files(kernel, _table(10))
+    files.map(1, 2, pid=2)
+    files.map(1, 3, pid=3)
+    gone, stays = (files.tables._pushed[pid] for pid in (2, 3))
+    free_bytes = files.tables._kernel.free_mapping_bytes
+    # WHEN the first is forgotten
+    files.tables.forget_images({gone.index})
+    files.tables.poll()
+    # THEN what it had is free
+    assert files.tables._pushed == {3: stays}
+    assert files.tables._kernel.free_mapping_bytes > free_bytes
+    files.tables.close()
+
+
+def test_a_table_that_could_not_be_made_is_tried_again_an_hour_later(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = _Files(kernel, _table(10))
+    for known in (files.tables._settled, files.tables._without, files.tables._noted):
+        known.add(5)
+    files.tables._failed_ns[5] = time.monotonic_ns()
+    files.map(1, 5)
+    files.tables.note_used(Counter({5: 3}))
+    files.tables.poll()
+    assert set(files.entered) == {1}
+    monkeypatch.setattr("aiflame.agent.processes.unwind_tables._TRY_AGAIN_NS", 0)
+    files.tables.note_used(Counter({5: 3}))
+    files.tables.poll()
+    assert set(files.entered) == {1, 5}
+    assert not +files.tables.losses
     files.tables.close()
 
 

@@ -191,6 +191,21 @@ def test_copies_are_bounded(recording: _Recording, monkeypatch: pytest.MonkeyPat
     ]
 
 
+def test_nothing_is_kept_of_those_that_are_done_while_others_wait(
+    recording: _Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late_walks, "_FORGET_NS", 0)
+    recording.map_code()
+    recording.tables.is_there = True
+    other = recording.processes.image(_PID + 1, _IMAGE)
+    recording.late._kept_bytes[other.index] = 1  # as of a stack that waits all day
+    recording.copy()
+    recording.late.poll()
+    assert recording.late.complete == 1
+    assert recording.late._kept_bytes == {other.index: 1}
+    assert not recording.late._walker._walkers
+
+
 def test_some_are_walked_at_a_time(recording: _Recording) -> None:
     recording.map_code()
     recording.tables.is_there = True
