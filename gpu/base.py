@@ -309,6 +309,10 @@ class Lines(Protocol):
         """Whether it has ended, or said more than it may."""
         ...
 
+    def close(self) -> None:
+        """Ends it, or leaves it alone where no signal gets through to it."""
+        ...
+
 
 class CodeTools(Protocol):
     """What machine code is read with: in a recording its `Host`, and for a report the same."""

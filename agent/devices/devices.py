@@ -259,7 +259,7 @@ class _FamilyHost:
 
     def beside(self, module: str, arguments: Sequence[str]) -> LineProcess:
         process = LineProcess(module, arguments)
-        self._processes.append(process)
+        self._processes = [*(one for one in self._processes if not one.is_over()), process]
         return process
 
     def memories(self) -> Collection[SharedMemory]:
@@ -560,6 +560,9 @@ class Devices:
         """
         if not self._is_within:
             self._window_began_ns = self._drained_ns
+            if not self._wanted.lists:  # what is read together is a stretch, and not months
+                self._kernel_ns_left = _MAX_KERNEL_NS
+                self._kernel_ns_of.clear()
         self._is_within = is_within
         by_family = defaultdict(list)
         # Those of a window have no order; the files of kernels are numbered as they were made.

@@ -27,8 +27,8 @@ from aiflame.gpu.base import HelperLibrary
 # A process that has just begun may have been started with a helper, which is there once the driver
 # has been initialised.
 _BEGINNING_NS = 3_000_000_000
-# Of a recording: each takes a second of one CPU.
-_MOST_LOADS = 256
+# In an hour: each takes a second of one CPU.
+_MOST_LOADS, _LOADS_NS = 256, 3_600_000_000_000
 _MAX_ANSWER_BYTES = 1 << 16
 # It removes what it has put into a target's directory, at once.
 _ENDING_S = 2.0
@@ -88,7 +88,7 @@ class HelperLoads:
         self._first_image = first_image
         self._begun_ns = begun_ns
         self._asked: set[int] = set()  # by index of the image, of those that have not ended
-        self._loads = 0
+        self._loads = self._loads_since_ns = 0
         self._due: dict[int, _Due] = {}
         self._there: list[ProcessImage] = []
         self._worker: _Worker | None = None
@@ -99,11 +99,14 @@ class HelperLoads:
         if image.index in self._asked or not (started := procfs.start_ticks(image.pid)):
             return
         self._asked.add(image.index)
+        now_ns = time.monotonic_ns()
+        if now_ns - self._loads_since_ns >= _LOADS_NS:
+            self._loads, self._loads_since_ns = 0, now_ns
         self._loads += 1
         if self._loads > _MOST_LOADS:
             self.losses[LossKind.HELPERS_NOT_LOADED] += 1
             return
-        due_ns = 0 if self._was_there(image) else time.monotonic_ns() + _BEGINNING_NS
+        due_ns = 0 if self._was_there(image) else now_ns + _BEGINNING_NS
         self._due[image.index] = _Due(image, started, due_ns)
 
     def has_helper(self, index: int) -> None:

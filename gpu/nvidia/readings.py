@@ -18,6 +18,9 @@ _NS_PER_S = 1_000_000_000
 # A device that says nothing for so long is given up: a call of NVML takes some ms. To begin it may
 # have to wake up eight devices, one after the other, each of which takes a second or two.
 _PATIENCE_S, _BEGINNING_S = 5, 30
+# What has ended, or was given up, is begun anew after so long, and after twice as long each time: a
+# driver may be replaced, and a device reset or partitioned. One that lasted is another first time.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 300, 4 * 3_600
 # As many as the process asks.
 _MAX_DEVICES = 64
 # When the recording ends: it says what it has at once, or not at all.
@@ -83,11 +86,14 @@ class Readings:
 
     def __init__(self, host: Host, every_ns: int = _NS_PER_S) -> None:
         self._host = host
-        self._lines = host.beside(_MODULE, [str(host.since_ns), str(every_ns)])
+        self._arguments = [str(host.since_ns), str(every_ns)]
+        self._lines = host.beside(_MODULE, self._arguments)
         self._began_ns = time.monotonic_ns()
         self._known: dict[bytes, _Known] = {}
         self._why = ""  # of all
         self._has_spoken = False
+        self._pause_s = _FIRST_PAUSE_S
+        self._broken_ns = 0  # since when something has ended or was given up; 0: nothing
 
     def why(self, device: bytes | None) -> str:
         """Returns what is not known of a device, in words; "" where everything is."""
@@ -97,8 +103,26 @@ class Readings:
     def take(self) -> list[Said]:
         """Returns what was said since last, of readings those of devices that were not given up."""
         found = self._heard()
-        self._look(time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        self._look(now_ns)
+        are_given_up = any(one.is_over and not one.is_silent for one in self._known.values())
+        if not (self._lines.is_over() or are_given_up):
+            self._broken_ns = 0
+        elif not self._broken_ns:
+            self._broken_ns = now_ns
+        elif now_ns - self._broken_ns >= self._pause_s * _NS_PER_S:
+            self._begin_anew(now_ns)
         return found
+
+    def _begin_anew(self, now_ns: int) -> None:
+        """Has another process ask; what it says of devices is taken again."""
+        lasted_ns = self._broken_ns - self._began_ns
+        is_first = lasted_ns >= _LONGEST_PAUSE_S * _NS_PER_S
+        self._pause_s = _FIRST_PAUSE_S if is_first else min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._lines.close()
+        self._lines = self._host.beside(_MODULE, self._arguments)
+        self._began_ns, self._broken_ns, self._has_spoken, self._why = now_ns, 0, False, ""
+        self._known = {}
 
     def finish(self) -> list[Said]:
         """Returns what is said at last; nothing more is taken then."""

@@ -756,6 +756,34 @@ def test_processes_that_come_and_go_all_day_leave_room_for_the_next(
     assert not +devices.losses
 
 
+def test_a_process_that_runs_kernels_for_months_has_its_times(
+    table: ProcessTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where what is read together is not all of it, as of an agent."""
+    monkeypatch.setattr("aiflame.agent.devices.devices._MAX_KERNEL_NS_OF_PROCESS", 150)
+    monkeypatch.setattr("aiflame.agent.devices.devices._MAX_KERNEL_NS", 200)
+
+    class Months(_Sampler):
+        def drain(self, interval: Interval) -> None:
+            end_ns = 1_000 * interval.number + 200
+            self._host.add_times([KernelTime(0, 0, "bounce", end_ns - 100, end_ns, 100)])
+
+    class MonthsFamily(_Family):
+        def start(self, host: Host) -> Sampler:
+            return Months(self, host)
+
+    window = _window()
+    kernels = KernelTable(window)
+    wanted = Wanted(lists=False)
+    devices = _devices([MonthsFamily((_TOY,))], table, window, kernels, wanted=wanted)
+    devices.start()
+    for number in range(50):
+        devices.drain(number, 1_000 * (number + 1))
+        rows = window.close(1_000 * (number + 1)).kernel_times
+        assert rows["duration_ns"].tolist() == [100]
+    assert not +devices.losses
+
+
 def test_reasons_are_bounded(
     telling: tuple[_TellingFamily, Devices, WindowBuilder], monkeypatch: pytest.MonkeyPatch
 ) -> None:

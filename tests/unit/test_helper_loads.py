@@ -73,3 +73,8 @@ def test_those_that_are_too_many_are_counted(loads: HelperLoads) -> None:
         loads.ask(_image(index, os.getpid(), _NEW))
         loads.forget(index)
     assert loads.losses[LossKind.HELPERS_NOT_LOADED] == 300 - 256
+    # AND an hour later there is room for as many more
+    loads._loads_since_ns -= 3_600 * 10**9
+    loads.ask(_image(300, os.getpid(), _NEW))
+    assert 300 in loads._due
+    assert loads.losses[LossKind.HELPERS_NOT_LOADED] == 300 - 256

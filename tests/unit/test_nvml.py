@@ -209,6 +209,42 @@ def test_a_lost_device_says_so_and_the_others_go_on(
     assert host.lost[LossKind.DEVICE_READINGS_MISSED] >= 3
 
 
+def test_a_device_that_was_lost_is_asked_for_again_later(
+    host: _RealHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a device that is lost, as while a driver is replaced
+    _tell(monkeypatch, "devices=2 lost=300", "40")
+    asked = Readings(host, every_ns=_S // 20)
+    _await(asked, lambda: "GPU is lost" in asked.why(_B))
+    before = host.process.pid
+    # WHEN it is there again, and some minutes have passed
+    _tell(monkeypatch, "devices=2", "40")
+    _pass(monkeypatch, 400)
+    asked.take()
+    # THEN another process asks for it
+    assert _until(asked, _B, 3)[-1].busy_permille is not None
+    assert asked.why(_B) == "" and host.process.pid != before
+    asked.finish()
+    host.process.close()
+
+
+def test_a_process_that_asks_and_ends_is_begun_anew_ever_more_seldom(
+    host: _RealHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _tell(monkeypatch, "", "40")
+    asked = Readings(host, every_ns=_S // 20)
+    begun = []
+    for _ in range(60):
+        host.process.close()
+        begun.append(host.process)
+        asked.take()
+        _pass(monkeypatch, 600)
+        asked.take()
+    host.process.close()
+    # Ten hours: after 5 minutes, 10, 20, 40, 80, 160, and 240 then.
+    assert 5 <= len({*map(id, begun)}) <= 8
+
+
 def test_a_call_that_never_returns_costs_its_device_alone(
     host: _RealHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
