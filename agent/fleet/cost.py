@@ -74,8 +74,12 @@ _THRIFT_OF_SAMPLES = 4
 # do not wait. So cost comes in lumps, and what is judged is as long.
 # Less than a minute by what windows of a minute vary.
 THRIFT_OF_NAMES, NAMES_WAIT_NS = 8, 58 * _S
+# For so long after it was too much: a burst is not held against a host for good.
+_EXCEEDED_NS = 3_600 * _S
 # A start, or a build that forks for a moment, is no news.
 _OVER_NS_UNTIL_SAID = 10 * _S
+# It is said again once there was room for so long.
+_CALM_NS_UNTIL_SAID = 3_600 * _S
 # Of what is left for stacks and stalls: a device that is sampled leaves room for stacks of waits.
 _STALLS_SHARE = 0.5
 # Of the time that is wanted. Half as much in each step, so that a load that trembles changes
@@ -209,11 +213,12 @@ class CostController:
     _thrift: int = field(default=1, init=False)
     _joins: bool = field(default=True, init=False)
     _has_looked: bool = field(default=False, init=False)
-    _has_exceeded: bool = field(default=False, init=False)
+    _exceeded_left_ns: int = field(default=0, init=False)
     _looked_joined: int = field(default=0, init=False)
     _looked_ns: int = field(default=0, init=False)
     _looked_cost_ns: float = field(default=0.0, init=False)
     _has_said: bool = field(default=False, init=False)
+    _calm_ns: int = field(default=0, init=False)
     _untold: list[str] = field(default_factory=list, init=False)
     _measured: _Measured = field(init=False)
     _demand: dict[int, float] = field(default_factory=dict, init=False)
@@ -314,7 +319,7 @@ class CostController:
         return sum(demand * self._duties.get(p, 1) for p, demand in self._stalls.items())
 
     def take_said(self) -> list[str]:
-        """Returns that the budget is exceeded, once."""
+        """Returns that the budget is exceeded, once until there was room for long."""
         said, self._untold = self._untold, []
         return said
 
@@ -328,12 +333,14 @@ class CostController:
         affordable_ns = budget_ns_per_s * self._looked_ns / _S
         share = self._looked_cost_ns / affordable_ns
         of_details = self._looked_joined * self.prices.process / affordable_ns
+        self._exceeded_left_ns -= self._looked_ns
         self._looked_ns, self._looked_cost_ns, self._looked_joined = 0, 0.0, 0
         is_start, self._has_looked = not self._has_looked, True
         if share > 1 and is_start:
             return  # a start takes more than what comes after it
-        self._has_exceeded |= share > 1
-        room_for_details = _ROOM_FOR_DETAILS if self._has_exceeded else 1
+        if share > 1:
+            self._exceeded_left_ns = _EXCEEDED_NS
+        room_for_details = _ROOM_FOR_DETAILS if self._exceeded_left_ns > 0 else 1
         if share > 1 and not self._joins:
             self._joins = True
         elif share > 1:
@@ -345,6 +352,8 @@ class CostController:
 
     def _note_cost(self, window_ns: int, budget_ns_per_s: float, is_told: bool) -> None:
         """Has it said that the budget is exceeded, if as little is done as there may be."""
+        self._calm_ns = 0 if is_told else self._calm_ns + window_ns
+        self._has_said &= self._calm_ns < _CALM_NS_UNTIL_SAID
         if not is_told or self._has_said:
             self._told_ns, self._told_cost_ns = 0, 0.0
             return

@@ -33,6 +33,8 @@ T = TypeVar("T")
 # From being connected to the last byte of the answer. Probes of the kubelet wait for one second,
 # scrapes of Prometheus for ten; on one host, an answer takes milliseconds.
 _EXCHANGE_S = 2.0
+# How often a certificate is read anew: those of some weeks are replaced days before.
+_CERTIFICATE_S = 600.0
 # A kubelet and some scrapers have one each. An agent has 65,536 descriptors, most for files.
 _MOST_CONNECTIONS = 64
 # A request of Prometheus has some 300 bytes, with a token of a service account 1.5 KB.
@@ -84,7 +86,7 @@ class HealthServer:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(vitals)
         host, port = settings.health_address
-        context = None if settings.health_cert_file is None else _tls(settings)
+        certificate = None if settings.health_cert_file is None else _Certificate(settings)
         try:
             listening = _listening(host, port)
         except OSError as error:
@@ -93,11 +95,11 @@ class HealthServer:
                 "set another address as `health`",
             ) from error
         shown = f"[{host}]" if ":" in host else host
-        scheme = "http" if context is None else "https"
+        scheme = "http" if certificate is None else "https"
         self.url = f"{scheme}://{shown}:{listening.getsockname()[1]}"
         answers = _Answers(vitals, registry, settings.health_token)
         self._end, ended = socket.socketpair()
-        loop = _Loop(listening, ended, context, answers)
+        loop = _Loop(listening, ended, certificate, answers)
         self._thread = threading.Thread(target=loop.run, name="health", daemon=True)
         self._thread.start()
 
@@ -114,15 +116,36 @@ def _listening(host: str, port: int) -> socket.socket:
     return found
 
 
-def _tls(settings: AgentSettings) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    assert settings.health_cert_file is not None  # noqa: S101 - asked before
-    try:
-        context.load_cert_chain(settings.health_cert_file, settings.health_key_file)
-    except OSError as error:  # ssl.SSLError is one
-        raise UsageError(f"health_cert_file: {error}") from error
-    return context
+class _Certificate:
+    """What the server shows who it is by, read again now and then: they are replaced.
+
+    Args:
+        settings: Of the agent, with the file of one.
+
+    Raises:
+        UsageError: It cannot be read.
+    """
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.minimum_version = ssl.TLSVersion.TLSv1_2
+        assert settings.health_cert_file is not None  # noqa: S101 - asked before
+        self._files = settings.health_cert_file, settings.health_key_file
+        try:
+            self._load()
+        except OSError as error:  # ssl.SSLError is one
+            raise UsageError(f"health_cert_file: {error}") from error
+
+    def _load(self) -> None:
+        self._loaded_s = time.monotonic()
+        self._context.load_cert_chain(*self._files)
+
+    def wrapped(self, peer: socket.socket) -> ssl.SSLSocket:
+        """Returns a connection of which the handshake is still to come."""
+        if time.monotonic() - self._loaded_s >= _CERTIFICATE_S:
+            with suppress(OSError):  # it is just being replaced: that before goes on
+                self._load()
+        return self._context.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
 
 
 class _Answers:
@@ -131,6 +154,7 @@ class _Answers:
     def __init__(self, vitals: Vitals, registry: CollectorRegistry, token: Secret | None) -> None:
         self._vitals = vitals
         self._registry = registry
+        self._secret = token
         self._token = "" if token is None else token.read()
 
     def to(self, request: bytes) -> bytes:
@@ -142,7 +166,7 @@ class _Answers:
             answer = _Answer(http.HTTPStatus.BAD_REQUEST, b"not HTTP\n")
         elif method not in (b"GET", b"HEAD"):
             answer = _Answer(http.HTTPStatus.METHOD_NOT_ALLOWED, b"GET or HEAD\n")
-        elif self._token and not self._is_let_in(headers):
+        elif self._secret is not None and not self._is_let_in(self._secret, headers):
             answer = _Answer(http.HTTPStatus.UNAUTHORIZED, b"a token is needed\n")
         else:
             answer = self._of(target.partition(b"?")[0])
@@ -159,7 +183,9 @@ class _Answers:
             return _Answer(http.HTTPStatus.OK, generate_latest(self._registry), CONTENT_TYPE_LATEST)
         return _Answer(http.HTTPStatus.NOT_FOUND, b"/healthz, /readyz, /metrics\n")
 
-    def _is_let_in(self, headers: list[bytes]) -> bool:
+    def _is_let_in(self, secret: Secret, headers: list[bytes]) -> bool:
+        with suppress(UsageError):  # it is just being replaced: that before goes on
+            self._token = secret.read()
         fields = (header.partition(b":") for header in headers)
         given = [value.strip() for name, _, value in fields if name.lower() == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(given[0], f"Bearer {self._token}".encode())
@@ -176,7 +202,7 @@ class _Loop:
     Args:
         listening: Where they come from.
         end: Can be read once this is to end.
-        context: Of TLS, None for none.
+        certificate: For TLS, None for none.
         answers: To what they ask.
     """
 
@@ -184,12 +210,12 @@ class _Loop:
         self,
         listening: socket.socket,
         end: socket.socket,
-        context: ssl.SSLContext | None,
+        certificate: _Certificate | None,
         answers: _Answers,
     ) -> None:
         self._listening = listening
         self._end = end
-        self._context = context
+        self._certificate = certificate
         self._answers = answers
         self._selector = selectors.DefaultSelector()
         # The oldest first.
@@ -231,10 +257,8 @@ class _Loop:
             return
         try:
             peer.setblocking(False)
-            if self._context is not None:
-                peer = self._context.wrap_socket(
-                    peer, server_side=True, do_handshake_on_connect=False
-                )
+            if self._certificate is not None:
+                peer = self._certificate.wrapped(peer)
         except OSError:
             peer.close()
             return

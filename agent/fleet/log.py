@@ -15,6 +15,8 @@ from aiflame.agent.errors import AiflameError
 
 # What is said again and again is said so often.
 _REPEAT_S = 300.0
+# Events that are told apart: those that came last, as some have names of processes.
+_MOST_EVENTS = 1_024
 # Of a line; names of targets are among them.
 _MAX_CHARACTERS = 1_000
 
@@ -53,7 +55,10 @@ class Log:
             if now_s - said_s < _REPEAT_S:
                 self._said[event] = (said_s, more + 1)
                 return
+            self._said.pop(event, None)  # what came last is at the end
             self._said[event] = (now_s, 0)
+            if len(self._said) > _MOST_EVENTS:
+                del self._said[next(iter(self._said))]
         self.say(f"{text} (and {more:,} more like it before)" if more else text)
 
 

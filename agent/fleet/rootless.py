@@ -76,8 +76,8 @@ _READING_SHARE = 0.05
 _LEAST_REST_S = 0.02
 _ENDING_S = 2.0
 # A disk may be slow once; a file system that is served to be waited for is so each time. Each time
-# costs others a second.
-_PAUSE_S = 600.0
+# costs others a second. After so many in a row it is tried again in a few hours.
+_PAUSE_S, _LONG_PAUSE_S = 600.0, 4 * 3_600.0
 _MOST_MISSES = 3
 # 16,384 events wait at most (fs.inotify.max_queued_events), of 272 bytes; a user may make more
 # meanwhile.
@@ -218,7 +218,7 @@ class RootlessEngines:
         with self._lock:
             while len(self._users) > _MAX_USERS:
                 _close(self._users.popitem(last=False)[1])
-            users = [user for user in self._users.values() if user.misses < _MOST_MISSES]
+            users = [*self._users.values()]
         now_s = time.monotonic()
         poll = select.poll()
         poll.register(self._wakes, select.POLLIN)
@@ -249,6 +249,7 @@ class RootlessEngines:
         except Exception:  # whatever it is, it is of one user: others keep their names
             self._miss(user)
             return
+        user.misses = 0
         taken_s = time.thread_time() - begun_s
         user.ready_s = time.monotonic() + max(taken_s / _READING_SHARE, _LEAST_REST_S)
 
@@ -265,12 +266,15 @@ class RootlessEngines:
     def _miss(self, user: _User) -> None:
         """Leaves a user alone for a while."""
         user.is_due = True
-        user.ready_s = time.monotonic() + _PAUSE_S
         # This one would not try again what has got nowhere.
         self._opener.close()
         self._opener = Opener()
-        if user.misses + 1 == _MOST_MISSES:
+        pause_s = _PAUSE_S
+        if user.misses + 1 >= _MOST_MISSES:
+            pause_s = _LONG_PAUSE_S
             _close(user)
+            user.chosen = None
+        user.ready_s = time.monotonic() + pause_s
         user.misses += 1
 
     def _take(self, user: _User, container_id: str, facts: EngineFacts) -> None:

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -37,7 +37,7 @@ from aiflame.agent.fleet.log import Log, words_of
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.spool import LEFT, Spool
 from aiflame.agent.fleet.stretch_naming import DATABASE, Lateness, StretchNaming, cost_of
-from aiflame.agent.fleet.stretches import TRIES, count_try, mark_done
+from aiflame.agent.fleet.stretches import TRIES, count_try, is_done, mark_done
 from aiflame.agent.inspector.fork_server import ForkRequests
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.batch import Labels
@@ -93,6 +93,7 @@ class _Worker:
         self._config: AgentConfig | None = None
         self._labelling: Labelling | None = None
         self._deliveries: dict[str, Delivery] = {}
+        self._left: deque[Path] = deque()  # stretches for whose captures there was no room
         self._sinks: dict[str, Any] = {}
         self._stretch: StretchNaming | None = None
         self._until_s: float | None = None
@@ -219,12 +220,17 @@ class _Worker:
             self._give_up(stretch.folder, error)
             return
         self._send(stretch.folder, stretch.database, stretch.cpu_ns, stretch.rss_bytes)
+        if self._left and is_done(stretch.folder):  # there is room again
+            left = self._left.popleft()
+            if left.is_dir():
+                self._finish_left(left)
 
     def _give_up(self, folder: Path, error: Exception) -> None:
         if isinstance(error, DiskFull):  # its segments are there
             with suppress(OSError):
                 (folder / DATABASE).unlink(missing_ok=True)
-            self._log.say(f"stretch {folder.name} waits for the next start: {words_of(error)}")
+            self._log.say(f"stretch {folder.name} waits for room: {words_of(error)}")
+            self._left.append(folder)
             return
         self._log.say(f"stretch {folder.name} is lost: {words_of(error)}")
         mark_done(folder)

@@ -15,6 +15,7 @@ import math
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ _MAX_SECRET_BYTES = 16 << 10
 NOT_LET_IN = (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN)
 # Whoever asks for more is wrong about its clock: it is asked again after an hour.
 _MAX_RETRY_AFTER_S = 3_600.0
+# How often whom to trust is read anew: 20 ms of CPU time, where it is all that the system trusts.
+_TLS_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +123,18 @@ class Poster:
         if settings.tenant:
             self._headers["X-Scope-OrgID"] = _header("tenant", settings.tenant)
         self._tls = _tls(settings) if self._url.scheme == "https" else None
+        self._tls_s = time.monotonic()
         try:
             self._authorization()
         except OSError as error:
             raise UsageError(f"{settings.url}: {error}") from error
+
+    def _refresh_tls(self) -> None:
+        """Reads anew whom to trust, now and then: certificates are replaced."""
+        if self._tls is not None and time.monotonic() - self._tls_s >= _TLS_S:
+            self._tls_s = time.monotonic()
+            with suppress(UsageError):  # just now: those before go on
+                self._tls = _tls(self._settings)
 
     def post(self, body: bytes) -> Answer:
         """Send a request and return the answer.
@@ -137,6 +148,7 @@ class Poster:
             # A token that is being replaced.
             raise SinkAway(f"{self._name}: {error}") from error
         is_late = threading.Event()
+        self._refresh_tls()
         try:
             with self._connected() as plain, plain.dup() as watched:
                 end = threading.Timer(self._settings.timeout_s, _shut, (watched, is_late))

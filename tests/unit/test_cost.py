@@ -463,6 +463,12 @@ def test_it_is_said_that_the_budget_is_exceeded_once_nothing_more_can_be_left() 
     assert controller.is_over
     (said,) = controller.take_said()
     assert said.startswith("recording takes 50.")
+    # AND not again while it stays so, but after an hour with room
+    _thrifts(controller, 1_000, lambda _: 0.5)
+    assert controller.take_said() == []
+    _thrifts(controller, 3_700, lambda _: 0.001)
+    _thrifts(controller, 300, lambda _: 0.5)
+    assert len(controller.take_said()) == 1
 
 
 def test_what_comes_once_a_minute_counts_for_the_minute() -> None:

@@ -322,10 +322,9 @@ def test_what_is_no_address_is_refused(address: str) -> None:
         _settings(health=address)
 
 
-@pytest.fixture
-def guarded(tmp_path: Path, vitals: Vitals) -> Iterator[tuple[HealthServer, ssl.SSLContext]]:
-    """A server that is open to others, whose token is "secret", and how to reach it."""
-    key, certificate, token = (tmp_path / name for name in ("key", "cert", "token"))
+def _certify(folder: Path) -> tuple[Path, Path]:
+    """Makes a key and a certificate."""
+    key, certificate = folder / "key", folder / "cert"
     made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
     words = ("-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1")
     subprocess.run(
@@ -333,6 +332,14 @@ def guarded(tmp_path: Path, vitals: Vitals) -> Iterator[tuple[HealthServer, ssl.
         check=True,
         capture_output=True,
     )
+    return key, certificate
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, vitals: Vitals) -> Iterator[tuple[HealthServer, ssl.SSLContext]]:
+    """A server that is open to others, whose token is "secret", and how to reach it."""
+    key, certificate = _certify(tmp_path)
+    token = tmp_path / "token"
     token.touch(0o600)
     token.write_text("secret\n")
     settings = _settings(
@@ -360,6 +367,27 @@ def test_it_is_open_to_others_with_tls_and_a_token_only(
     with _connect(server) as plain:
         plain.sendall(b"GET /metrics HTTP/1.1\r\nAuthorization: Bearer secret\r\n\r\n")
         assert b"aiflame" not in _all_of(plain)
+
+
+def test_certificates_and_tokens_that_are_replaced_are_read_again(
+    guarded: tuple[HealthServer, ssl.SSLContext], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, before = guarded
+    url = server.url.replace(_ANYWHERE, "127.0.0.1")
+    monkeypatch.setattr("aiflame.agent.fleet.health._CERTIFICATE_S", 0.0)
+    # GIVEN files that are being written THEN those before go on
+    (tmp_path / "token").write_text("")
+    (tmp_path / "cert").write_text("")
+    assert _get(f"{url}/metrics", "secret", before)[0] == 200
+    # WHEN they are whole
+    (tmp_path / "token").write_text("another\n")
+    _, certificate = _certify(tmp_path)
+    context = ssl.create_default_context(cafile=str(certificate))
+    # THEN they hold, and the others do not
+    assert _get(f"{url}/metrics", "another", context)[0] == 200
+    assert _get(f"{url}/metrics", "secret", context)[0] == 401
+    with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+        _get(f"{url}/metrics", "another", before)
 
 
 def test_who_never_ends_the_handshake_of_tls_keeps_nobody_waiting(

@@ -381,6 +381,26 @@ def test_certificates_are_checked(tmp_path: Path) -> None:
             sink.send(_request(sink))
 
 
+def test_whom_to_trust_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [tmp_path / name for name in ("before", "now")]
+    for folder in folders:
+        folder.mkdir()
+    trusted = tmp_path / "trusted"
+    with _tls_server(folders[0]) as (_, before), _tls_server(folders[1]) as (url, now):
+        # GIVEN a server whose certificate was replaced by one of another authority
+        trusted.write_bytes(before.read_bytes())
+        sink = _otlp(url, ca_file=trusted)
+        monkeypatch.setattr("aiflame.agent.sinks.posting._TLS_S", 0.0)
+        with pytest.raises(SinkAway, match="certificate verify failed"):
+            sink.send(_request(sink))
+        # WHEN that is trusted, in the same file THEN requests get there, without a new start
+        trusted.write_text("")
+        with pytest.raises(SinkAway, match="certificate verify failed"):
+            sink.send(_request(sink))
+        trusted.write_bytes(now.read_bytes())
+        assert sink.send(_request(sink)) == Counter()
+
+
 @both
 def test_a_handshake_that_hangs_costs_the_timeout(make: Make) -> None:
     # GIVEN a server that takes the beginning of TLS and says nothing
