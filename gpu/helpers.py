@@ -353,9 +353,11 @@ class Helper:
         launch = node.launch or self._builders.get(node.original, 0)
         if not 0 < launch <= _MAX_LAUNCH_ID:
             return
-        if node.node in self._builders or len(self._builders) < _MAX_NODES:
-            self._builders[node.node] = launch
-        else:
+        self._builders.pop(node.node, None)
+        self._builders[node.node] = launch
+        if len(self._builders) > _MAX_NODES:
+            # Who captures graphs all day has no use for those of the morning, most likely.
+            del self._builders[next(iter(self._builders))]
             self._host.lose(LossKind.DEVICE_FACTS_FULL)
 
     def _name(self, number: int, text: str) -> None:

@@ -89,7 +89,8 @@ class _Process:
 
     image: ProcessImage
     payer: str
-    memories: dict[tuple[str, int], _Memory | None]  # by device and inode; None: not opened
+    memories: dict[tuple[str, int], _Memory]  # by device and inode
+    is_refused: bool = False  # some of it could not be opened
     is_announced: bool = False  # its helper has rung, or its memory was seen
     kernel_times_gone: int = 0  # as its helper says at its end
     looks: int = 0  # in vain
@@ -160,20 +161,23 @@ class Memories:
         process.is_announced, process.kernel_times_gone = False, 0
 
     def _look(self, process: _Process) -> None:
-        image = process.image
+        image, refused = process.image, 0
         for line in self._table.shared_memory(image, self._name):
             identity = line.device, line.inode
             # A child that was forked has its parent's, which the parent has written.
             is_known = any(identity in one.memories for one in self._processes.values())
-            if is_known or len(process.memories) == _MOST_OF_PROCESS:
+            if is_known or len(process.memories) + refused == _MOST_OF_PROCESS:
                 continue
             fd = self._table.binaries.hold_shared(image.pid, process.payer, line)
             process.is_announced = True
             if fd is None and not self._table.is_current(image):
                 continue
-            if fd is None:
-                self.losses[LossKind.DEVICE_MEMORY_NOT_OPENED] += 1
-            process.memories[identity] = None if fd is None else self._memory(process, fd)
+            if fd is None:  # there may be a descriptor for it later
+                self.losses[LossKind.DEVICE_MEMORY_NOT_OPENED] += not process.is_refused
+                process.is_refused = True
+                refused += 1
+            else:
+                process.memories[identity] = self._memory(process, fd)
 
     def _memory(self, process: _Process, fd: int) -> _Memory:
         close = partial(self._table.binaries.release_shared, process.image.pid, process.payer)
@@ -187,8 +191,7 @@ class Memories:
 
     def all(self) -> list[_Memory]:
         """Returns what is shared by processes that are known."""
-        memories = (memory for one in self._processes.values() for memory in one.memories.values())
-        return [memory for memory in memories if memory is not None]
+        return [memory for one in self._processes.values() for memory in one.memories.values()]
 
     def forget_images(self, images: Collection[int]) -> None:
         """Forgets process images that have ended."""
@@ -203,5 +206,4 @@ class Memories:
 
     def _release(self, process: _Process) -> None:
         for memory in process.memories.values():
-            if memory is not None:
-                memory.close()
+            memory.close()

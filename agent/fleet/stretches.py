@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,8 @@ from aiflame.agent.outfile import private_directory
 from aiflame.agent.sinks.segments import SegmentSink
 
 _FOLDER = "stretches"
+# A stretch begins now at the latest; the clock may be set while that is looked at.
+_AHEAD_NS = 60_000_000_000
 _NAME = re.compile(r"\d{20}")  # when it began
 _DONE = "done"
 _TRIES = "tries"
@@ -123,7 +126,8 @@ class Stretches:
         # Each lasted until the next began.
         following = {one: int(other.name) for one, other in itertools.pairwise(found)}
         for path in [path for path in found if path != current and is_done(path)]:
-            is_old = now_unix_ns - following.get(path, now_unix_ns) > keep_s * _NS_PER_S
+            age_ns = now_unix_ns - following.get(path, now_unix_ns)
+            is_old = age_ns > keep_s * _NS_PER_S or age_ns < -_AHEAD_NS
             if is_old or total > bytes_max:
                 total -= sizes[path]
                 shutil.rmtree(path, ignore_errors=True)
@@ -140,11 +144,18 @@ class Stretches:
 
 
 def folders_of(directory: Path) -> list[Path]:
-    """Returns the folders of the stretches of an agent with that directory, oldest first."""
+    """Returns the folders of the stretches of an agent with that directory, oldest first.
+
+    Those of a clock that was ahead come before all others: no time will make them the oldest.
+    """
     with suppress(OSError):
         # What else is there, as the lost+found of a file system, is not ours.
         found = (path for path in (directory / _FOLDER).iterdir() if _NAME.fullmatch(path.name))
-        return sorted(path for path in found if path.is_dir())
+        until_ns = time.time_ns() + _AHEAD_NS
+        return sorted(
+            (path for path in found if path.is_dir()),
+            key=lambda path: (int(path.name) <= until_ns, path.name),
+        )
     return []
 
 

@@ -73,6 +73,10 @@ class OpenClFamily:
         return OpenClSampler(host)
 
 
+# Files of which it is known what is in them: PoCL makes ten a minute where a program compiles anew.
+_MOST_FILES = 1 << 12
+
+
 class OpenClSampler:
     """See `aiflame.gpu.base.Sampler`.
 
@@ -90,15 +94,27 @@ class OpenClSampler:
         path = self._host.path(file)
         if not self._host.is_open(file):
             return looks_like_kernel(path)
-        if may_be_kernel(path):
-            self._kernels[file] = self._host.ask(file, kernel_of(path))
-        return self._kernels.get(file) is not None
+        self._kernels.pop(file, None)  # it may have been written since
+        return self._kernel(file) is not None
+
+    def _kernel(self, file: int) -> KernelFile | None:
+        """Returns what is in a file, None for one that has no kernel or is not open."""
+        if file not in self._kernels:
+            path = self._host.path(file)
+            is_asked = may_be_kernel(path) and self._host.is_open(file)
+            self._kernels[file] = self._host.ask(file, kernel_of(path)) if is_asked else None
+            if len(self._kernels) > _MOST_FILES:
+                oldest = next(iter(self._kernels))
+                del self._kernels[oldest]
+                for key in [key for key in self._starts if key[0] == oldest]:
+                    del self._starts[key]
+        return self._kernels[file]
 
     def drain(self, interval: Interval) -> None:
         """Gives an interval's CPU samples as samples of kernels."""
         counts: Counter[tuple[CodeKey, int, int]] = Counter()
         for sample in interval.cpu_samples:
-            kernel = self._kernels.get(sample.file)
+            kernel = self._kernel(sample.file)
             if kernel is None:
                 self._host.lose(LossKind.KERNEL_NOT_OPENED, sample.count)
                 continue
@@ -136,7 +152,7 @@ class OpenClSampler:
 
     def resolve(self, code: CodeKey, offsets: frozenset[int], lines: SourceLines) -> Listing | None:
         """Returns the functions that have samples."""
-        kernel = None if code.file is None else self._kernels.get(code.file)
+        kernel = None if code.file is None else self._kernel(code.file)
         if kernel is None or code.file is None:
             return None
         decode = partial(self._decoded, code.file)

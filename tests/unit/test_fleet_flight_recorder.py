@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.fleet.flight_recorder import FlightRecorder, SeenProcesses
 from aiflame.agent.fleet.log import Log
-from aiflame.agent.fleet.stretches import Stretches, folders_of, keep_kernel_file
+from aiflame.agent.fleet.stretches import Stretches, folders_of, keep_kernel_file, mark_done
 from windows import RandomRecording
 
 _S = 10**9
@@ -35,6 +36,22 @@ def _record(directory: Path, started_s: int, seed: int = 1) -> list[tuple[int, i
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     return tmp_path / "agent"
+
+
+def test_what_a_clock_that_was_ahead_has_left_is_the_oldest(directory: Path) -> None:
+    now_s = time.time_ns() // _S
+    # GIVEN a recording of a clock that was a year ahead, and one of now
+    _record(directory, now_s + 365 * 86_400)
+    every = _record(directory, now_s - 600, seed=2)
+    # THEN the newest is that of now,
+    recorded = FlightRecorder(directory, 3 * _S)
+    assert [(w.start_ns, w.end_ns) for w in recorded] == every[-3:]
+    # AND what is done of the other goes, but for the last, which goes as those of now do.
+    stretches = Stretches(directory, Log())
+    for folder in stretches.all():
+        mark_done(folder)
+    stretches.trim(None, time.time_ns(), 3_600, 1 << 30)
+    assert len([folder for folder in stretches.all() if int(folder.name) // _S > now_s]) == 1
 
 
 @pytest.mark.parametrize(("last_s", "windows", "stretches"), [(1, 1, 1), (3, 3, 2), (99, 10, 3)])

@@ -200,7 +200,7 @@ def test_a_family_that_shares_nothing_looks_at_nobody(image: ProcessImage) -> No
 
 
 def test_what_is_no_memory_is_not_opened_and_counted_once(
-    table: ProcessTable, image: ProcessImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    table: ProcessTable, image: ProcessImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # GIVEN mappings that are gone by the time that they are to be opened
     lines = [MapsLine(4096 * n, 4096 * n + 64, 0, "00:01", 10 + n, _NAME) for n in range(1, 9)]
@@ -209,7 +209,15 @@ def test_what_is_no_memory_is_not_opened_and_counted_once(
     for _ in range(5):
         memories.look(image)
     assert memories.all() == []
-    assert memories.losses == {LossKind.DEVICE_MEMORY_NOT_OPENED: 4}
+    assert memories.losses == {LossKind.DEVICE_MEMORY_NOT_OPENED: 1}
+    # AND one that can be opened later is
+    shared = _Shared("aiflame-toy")
+    monkeypatch.undo()
+    memories.look_again()
+    memories.look(image)
+    assert [memory.process for memory in memories.all()] == [image.index]
+    memories.close()
+    shared.close()
 
 
 def test_a_child_does_not_tell_again_what_its_parent_told(
