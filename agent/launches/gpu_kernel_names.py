@@ -14,7 +14,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.python.memory import NoMemoryAccess
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.gpu.host_stubs import is_stub, name_from_host_symbol
+
+T = TypeVar("T")
 
 # A name lies near the beginning of what a handle points to: PoCL's is the sixth word (pocl_cl.h,
 # v3.1). Smaller pieces are for objects at the end of a mapping.
@@ -44,6 +46,9 @@ _MAX_STACKS = 4
 # Symbols that one file is asked for at a time: a message holds 3,000 addresses.
 _MOST_ASKED = 2048
 
+# Handles and names of one process that are known: those that came last, as some make a handle for
+# each launch.
+_MOST_TOLD = 1 << 16
 _UNTOLD = "made before the recording began"
 _LOST = "its name was lost"
 _UNSAID = "the call does not say which kernels it launches"
@@ -89,8 +94,9 @@ class KernelNames:
         self._table = table
         self._images = images
         self._kernels = kernels
-        self._told: dict[tuple[int, int], str] = {}
-        self._aliases: dict[tuple[int, int], int] = {}
+        # By index of the image, then by handle, or by the id of a name.
+        self._told: defaultdict[int, dict[int, str]] = defaultdict(dict)
+        self._aliases: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._unnamed: dict[tuple[int, str, int], _Unnamed] = {}
         self._symbols: dict[int, dict[int, str]] = {}  # by binary, then virtual address
         self.lost = 0
@@ -106,17 +112,17 @@ class KernelNames:
         name = bytes(event["name"]).split(b"\0", 1)[0]
         if int(event["name_bytes"]) == abi.KERNEL_NAME_BYTES:
             name = _whole_name(self._memory_of(image), int(event["name_address"]), name)
-        self._told[(image.index, int(event["name_id"]))] = clean_name(name.decode(errors="replace"))
+        _note(self._told[image.index], int(event["name_id"]), _clean(name))
 
     def _take_untold(self, image: ProcessImage, event: np.void) -> None:
         """Takes in a name that the kernel half could not read, or a handle that has another's."""
-        key = (image.index, int(event["handle"]))
+        handle = int(event["handle"])
         if not int(event["name_address"]):
-            self._aliases[key] = int(event["alias"])
+            _note(self._aliases[image.index], handle, int(event["alias"]))
             return
         name = _whole_name(self._memory_of(image), int(event["name_address"]), b"")
         if name:
-            self._told[key] = clean_name(name.decode(errors="replace"))
+            _note(self._told[image.index], handle, _clean(name))
         else:
             self.lost += 1
 
@@ -133,7 +139,7 @@ class KernelNames:
             stack: Id of the launch's stack.
         """
         if is_named:
-            name = self._told.get((image.index, identity), "")
+            name = self._told[image.index].get(identity, "")
             return self._kernels.id_of(image.index, api, name, "" if name else _LOST)
         if not identity:
             return self._kernels.id_of(image.index, api, "", _UNSAID)
@@ -141,6 +147,8 @@ class KernelNames:
         known = self._unnamed.get(key)
         if known is None:
             row = self._kernels.unnamed(image.index, api, _UNTOLD)
+            if row is None:
+                return self._kernels.id_of(image.index, api, "", _UNTOLD)
             known = _Unnamed(row, image, api, identity, self._candidates(image, identity), {})
             self._unnamed[key] = known
         if stack not in known.stacks and len(known.stacks) < _MAX_STACKS:
@@ -172,9 +180,9 @@ class KernelNames:
 
     def forget_images(self, images: Collection[int]) -> None:
         """Forgets process images that have ended."""
-        for known in (self._told, self._aliases):
-            for key in [key for key in known if key[0] in images]:
-                del known[key]
+        for index in images:
+            self._told.pop(index, None)
+            self._aliases.pop(index, None)
         for handle in [handle for handle in self._unnamed if handle[0] in images]:
             del self._unnamed[handle]
 
@@ -210,8 +218,8 @@ class KernelNames:
 
     def _name(self, unnamed: _Unnamed, seen: Counter[int]) -> str:
         index, handle = unnamed.image.index, unnamed.handle
-        address = self._aliases.get((index, handle), handle)
-        told = self._told.get((index, address))
+        address = self._aliases[index].get(handle, handle)
+        told = self._told[index].get(address)
         if told is not None:
             return told
         symbol = self._symbol(unnamed.image, address)
@@ -237,7 +245,8 @@ class KernelNames:
         """Asks for all symbols that names may come from, each file once."""
         wanted: defaultdict[int, set[int]] = defaultdict(set)
         for unnamed in unnamed_ones:
-            handle = self._aliases.get((unnamed.image.index, unnamed.handle), unnamed.handle)
+            aliases = self._aliases[unnamed.image.index]
+            handle = aliases.get(unnamed.handle, unnamed.handle)
             callers = (address - 1 for stack in unnamed.stacks.values() for address in stack)
             for address in (handle, *callers):
                 found = self._located(unnamed.image, address)
@@ -284,3 +293,15 @@ def _whole_name(memory: ProcessMemory, address: int, begin: bytes) -> bytes:
     except NoMemoryAccess:
         pass  # it has ended
     return begin
+
+
+def _note(known: dict[int, T], key: int, value: T) -> None:
+    """Notes what is known of a handle or a name, in place of the oldest where that is much."""
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > _MOST_TOLD:
+        del known[next(iter(known))]
+
+
+def _clean(name: bytes) -> str:
+    return clean_name(name.decode(errors="replace"))

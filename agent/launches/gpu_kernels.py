@@ -48,8 +48,14 @@ class KernelTable:
             self._tell(known, *key)
         return known
 
-    def unnamed(self, image: int, api: str, why: str) -> int:
-        """Returns the id of a kernel of its own that may be named later; `why` it is not yet."""
+    def unnamed(self, image: int, api: str, why: str) -> int | None:
+        """Returns the id of a kernel of its own that may be named later; `why` it is not yet.
+
+        None where its process has too many.
+        """
+        if self._names[image] >= _MOST_NAMES:
+            return None
+        self._names[image] += 1
         key = (image, api, "", why)
         # Kernels without names are not each other: nothing else gets this id.
         at = self._next

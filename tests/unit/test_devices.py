@@ -839,6 +839,17 @@ def test_a_process_has_so_many_kernels_and_no_more(table: ProcessTable) -> None:
     assert kernels.id_of(0, "toys", "k19999") not in found
 
 
+def test_a_process_has_so_many_kernels_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiflame.agent.launches.gpu_kernels._MOST_NAMES", 4)
+    kernels = KernelTable(_window())
+    found = [kernels.unnamed(0, "cuda", "untold") for _ in range(10)]
+    assert found == [0, 1, 2, 3, *[None] * 6]
+    # Others have theirs, and a process that is gone takes none from the next.
+    assert kernels.unnamed(1, "cuda", "untold") is not None
+    kernels.forget_images([0])
+    assert kernels.unnamed(0, "cuda", "untold") is not None
+
+
 @pytest.fixture
 def two_families(
     table: ProcessTable, monkeypatch: pytest.MonkeyPatch
