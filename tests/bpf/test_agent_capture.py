@@ -44,8 +44,6 @@ class _Agent:
                     *(*support.AIFLAME, "agent", "--directory", str(self.directory)),
                     # Without devices: other tests expect to be the only recorder of their helpers.
                     *("--stretch", "5s", "--health", "", "--gpu", "none"),
-                    # Above its budget, as beside other tests, windows and names come by the minute.
-                    *("--cost-cpu-percent", "100"),
                     *options,
                 ],
                 stderr=log,

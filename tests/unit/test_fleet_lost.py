@@ -14,9 +14,10 @@ from typing import cast
 
 import pytest
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.errors import AiflameError
+from aiflame.agent.errors import AiflameError, DiskFull
 from aiflame.agent.fleet.log import Log
-from aiflame.agent.fleet.stretch_naming import Lateness
+from aiflame.agent.fleet.stretch_naming import Lateness, StretchNaming
+from aiflame.agent.fleet.stretches import mark_done
 from aiflame.agent.fleet.worker import _Worker, in_parts
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.captures import CaptureFiles
@@ -60,6 +61,44 @@ def test_what_was_not_sent_and_not_written_is_told_once(worker: _Worker, tmp_pat
     found = _told(worker, tmp_path / "next.aiflame")
     assert found == {"stretches_lost": 3, "captures_not_written": 1}
     assert _told(worker, tmp_path / "later.aiflame") == {}
+
+
+def test_what_had_no_room_is_sent_once_there_is_some(
+    worker: _Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+
+    class Stretch:
+        def __init__(self, name: str, room: bool) -> None:
+            self.folder, self.database = tmp_path / name, tmp_path / name / "capture.aiflame"
+            self.cpu_ns = self.rss_bytes = 0
+            self._room = room
+            self.folder.mkdir()
+
+        def finish(self) -> None:
+            if not self._room:
+                raise DiskFull("no space left on device")
+
+    def send(folder: Path, *_: object) -> None:
+        sent.append(folder.name)
+        mark_done(folder)
+
+    monkeypatch.setattr(worker, "_send", send)
+    monkeypatch.setattr(worker, "_finish_left", send)
+
+    def finish(name: str, room: bool) -> None:
+        worker._finish(cast(StretchNaming, Stretch(name, room)))
+
+    # GIVEN three stretches for whose captures the disk has no room, one of which goes meanwhile
+    for name in ("1", "2", "3"):
+        finish(name, room=False)
+    (tmp_path / "2").rmdir()
+    assert not sent
+    # WHEN there is room for others THEN these come with them, one by one, and none is lost
+    for name in ("4", "5", "6", "7"):
+        finish(name, room=True)
+    assert sent == ["4", "1", "5", "6", "3", "7"]
+    assert not worker._lost
 
 
 def test_paths_that_are_left_out_fit_into_messages() -> None:
