@@ -127,8 +127,6 @@ class _Certificate:
     """
 
     def __init__(self, settings: AgentSettings) -> None:
-        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._context.minimum_version = ssl.TLSVersion.TLSv1_2
         assert settings.health_cert_file is not None  # noqa: S101 - asked before
         self._files = settings.health_cert_file, settings.health_key_file
         try:
@@ -137,8 +135,11 @@ class _Certificate:
             raise UsageError(f"health_cert_file: {error}") from error
 
     def _load(self) -> None:
-        self._loaded_s = time.monotonic()
-        self._context.load_cert_chain(*self._files)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        # A key and a certificate that do not belong together spoil what they are loaded into.
+        context.load_cert_chain(*self._files)
+        self._context, self._loaded_s = context, time.monotonic()
 
     def wrapped(self, peer: socket.socket) -> ssl.SSLSocket:
         """Returns a connection of which the handshake is still to come."""

@@ -204,6 +204,12 @@ def count_try(folder: Path) -> int:
         return 1
 
 
+def forget_tries(folder: Path) -> None:
+    """Has none of the tries so far count."""
+    with suppress(OSError):
+        (folder / _TRIES).unlink(missing_ok=True)
+
+
 def _size_bytes(folder: Path) -> int:
     total = 0
     with suppress(OSError):

@@ -37,7 +37,7 @@ from aiflame.agent.fleet.log import Log, words_of
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.spool import LEFT, Spool
 from aiflame.agent.fleet.stretch_naming import DATABASE, Lateness, StretchNaming, cost_of
-from aiflame.agent.fleet.stretches import TRIES, count_try, is_done, mark_done
+from aiflame.agent.fleet.stretches import TRIES, count_try, forget_tries, is_done, mark_done
 from aiflame.agent.inspector.fork_server import ForkRequests
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.batch import Labels
@@ -220,10 +220,11 @@ class _Worker:
             self._give_up(stretch.folder, error)
             return
         self._send(stretch.folder, stretch.database, stretch.cpu_ns, stretch.rss_bytes)
-        if self._left and is_done(stretch.folder):  # there is room again
+        while self._left and is_done(stretch.folder):  # there is room again
             left = self._left.popleft()
-            if left.is_dir():
+            if left.is_dir() and not is_done(left):
                 self._finish_left(left)
+                break
 
     def _give_up(self, folder: Path, error: Exception) -> None:
         if isinstance(error, DiskFull):  # its segments are there
@@ -231,6 +232,7 @@ class _Worker:
                 (folder / DATABASE).unlink(missing_ok=True)
             self._log.say(f"stretch {folder.name} waits for room: {words_of(error)}")
             self._left.append(folder)
+            forget_tries(folder)  # which are for what ends this process
             return
         self._log.say(f"stretch {folder.name} is lost: {words_of(error)}")
         mark_done(folder)

@@ -8,6 +8,7 @@ instruction that was chosen, too: then the function's first one is tried.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -148,7 +149,7 @@ class ApiLinks:
         self._descriptors.append(sysbpf.link_event(event, program, probe.number))
 
     def close(self) -> None:
-        """Takes the probes off."""
-        for descriptor in reversed(self._descriptors):
-            os.close(descriptor)
-        self._descriptors = []
+        """Takes the probes off; a thread may be at it already."""
+        with contextlib.suppress(IndexError):
+            while True:
+                os.close(self._descriptors.pop())

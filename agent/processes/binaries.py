@@ -309,9 +309,10 @@ class BinaryTable:
         unused = {root.path for root in self._roots.values()}.difference(used)
         for identity, root in [*self._roots.items()]:
             if root.path in unused & self._unused_roots:
-                del self._roots[identity]
-                _lead_nowhere(root.fd)
-                self._retired.append(root)
+                with contextlib.suppress(OSError):  # no descriptor: it is looked at again
+                    _lead_nowhere(root.fd)
+                    del self._roots[identity]
+                    self._retired.append(root)
         self._unused_roots = unused - self._unused_roots
         while len(self._retired) > _MOST_RETIRED:
             fd, pid, payer = self._retired.popleft()

@@ -215,8 +215,11 @@ def _name_of(life: Life | None) -> str:
 
 
 def _maker_of(image: ProcessImage, life: Life | None) -> int:
-    """Returns the pid of whoever forked an image; one that is gone is its parent no more."""
-    told = 0 if life is None else life.parent_pid
+    """Returns the pid of whoever forked an image; one that is gone is its parent no more.
+
+    Of one that has called exec, which may be long after that, it is its parent.
+    """
+    told = 0 if life is None or life.is_exec else life.parent_pid
     return told or image.parent_pid
 
 
@@ -704,7 +707,7 @@ class ProcessTable:
         told of it is its parent, which it may not have been forked from.
         """
         life = self._lives.find(image.pid, image.image)
-        if life is None:
+        if life is None or not (life.is_exec or life.parent_pid):
             parent = self._latest.get(image.parent_pid)
             if parent is not None:
                 yield parent

@@ -55,7 +55,7 @@ _NICENESS_WARMING, _NICENESS_WAITED_FOR = 10, 0
 # A worker that cannot even start must not be tried for ever: so many die without an answer. Where
 # it is forked there may be room again later.
 _MAX_DEATHS = 40
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 60.0
+_FIRST_PAUSE_S, _WORTH_WAITING_S, _LONGEST_PAUSE_S = 0.1, 0.8, 60.0
 # What has happened counts for so long: the out-of-memory killer may come twice in a year.
 _DEATHS_COUNT_S, _STRIKES_COUNT_S = 3_600.0, 4 * 3_600.0
 # A worker and its children take 100 MB, and 0.15 s of CPU time to start. One that was needed again
@@ -109,6 +109,7 @@ class ServiceNotes:
         strikes_since_s: Since when these are counted, monotonic.
         deaths: How many died without an answer since the last one.
         died_s: When the last one did, monotonic.
+        not_before_s, pause_s: When one is forked again, monotonic, and for how long not after that.
         losses, problems: As of a service.
     """
 
@@ -116,6 +117,8 @@ class ServiceNotes:
     strikes_since_s: float
     deaths: int
     died_s: float
+    not_before_s: float
+    pause_s: float
     losses: Counter[LossKind]
     problems: list[Problem]
 
@@ -287,12 +290,14 @@ class SymbolService:
     def notes(self) -> ServiceNotes:
         """Returns what it has met so far."""
         strikes, deaths = (self._strikes, self._strikes_since_s), (self._deaths, self._died_s)
-        return ServiceNotes(*strikes, *deaths, self.losses, self.problems)
+        pauses = self._not_before_s, self._pause_s
+        return ServiceNotes(*strikes, *deaths, *pauses, self.losses, self.problems)
 
     def learn(self, notes: ServiceNotes) -> None:
         """Takes what it has met in a copy of this process, which had all that this one has."""
         self._strikes, self._strikes_since_s = notes.strikes, notes.strikes_since_s
         self._deaths, self._died_s = notes.deaths, notes.died_s
+        self._not_before_s, self._pause_s = notes.not_before_s, notes.pause_s
         self.losses, self.problems = notes.losses, notes.problems
 
     def close(self) -> None:
@@ -322,7 +327,7 @@ class SymbolService:
             self._strikes_since_s = time.monotonic()
             self._strikes.clear()
         strikes = self._strikes[pending.culprit]
-        if strikes > 1 or not self._running():
+        if strikes > 1 or not self._running(waits=pending.addresses is not None):
             self._give_up(pending)
             return pending.number
         if not self._queue:
@@ -331,8 +336,14 @@ class SymbolService:
         self._outgoing += pending.message(plain=strikes > 0)
         return pending.number
 
-    def _running(self) -> bool:
+    def _running(self, *, waits: bool = True) -> bool:
+        """Starts a worker if there is none; a refusal of a moment is waited out."""
         self.start()
+        while waits and self._process is None and self._pause_s <= _WORTH_WAITING_S:
+            time.sleep(max(self._not_before_s - time.monotonic(), 0))
+            self.start()
+            if self._deaths >= _MAX_DEATHS:
+                break
         return self._process is not None
 
     def _give_up(self, pending: _Pending) -> None:

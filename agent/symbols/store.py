@@ -28,6 +28,8 @@ from aiflame.agent.outfile import private_directory
 DEFAULT_MAX_BYTES = 1024 * 1024 * 1024
 # Trim to this share, so that not every following write trims again.
 _TRIM_TO = 0.8
+# A full disk is full of this where it has so much of what is on it.
+_OURS = 0.3
 # The total is taken when so much of the bound was written, on average: it may be over by a few
 # times that.
 _TRIM_EVERY = 0.01
@@ -146,9 +148,15 @@ class Store:
         return True
 
     def _make_room(self, error: OSError) -> None:
-        """Removes what was used longest ago where the disk is full, for the next file."""
+        """Removes what was used longest ago where the disk is full of it, for the next file.
+
+        Where others have filled it, they would have that, too.
+        """
         if self._directory is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            self._trim(self._directory, is_full=True)
+            with contextlib.suppress(OSError):
+                disk = os.statvfs(self._directory)
+                used_bytes = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+                self._trim(self._directory, full_of_bytes=used_bytes)
 
     def holds(self, part: str) -> bool:
         """Whether there is a file with this in its name."""
@@ -171,7 +179,7 @@ class Store:
             with contextlib.suppress(OSError):
                 (self._directory / name).unlink()
 
-    def _trim(self, directory: Path, *, is_full: bool = False) -> None:
+    def _trim(self, directory: Path, full_of_bytes: int = 0) -> None:
         files: list[tuple[float, str, int]] = []
         with contextlib.suppress(OSError), os.scandir(directory) as entries:
             for entry in entries:
@@ -180,8 +188,9 @@ class Store:
                     taken_bytes = max(facts.st_size, facts.st_blocks * _BLOCK_BYTES)
                     files.append((facts.st_mtime, entry.name, taken_bytes))
         total = sum(size for _, _, size in files)
-        bound = total if is_full else self._max_bytes
-        if total <= bound and not is_full:
+        is_ours = full_of_bytes > 0 and total > full_of_bytes * _OURS
+        bound = total if is_ours else self._max_bytes
+        if total <= bound and not is_ours:
             return
         for _, name, size in sorted(files):
             if total <= bound * _TRIM_TO:

@@ -93,6 +93,7 @@ class Readings:
         self._why = ""  # of all
         self._has_spoken = False
         self._pause_s = _FIRST_PAUSE_S
+        self._is_dumb = False  # it has not answered at all
         self._broken_ns = 0  # since when something has ended or was given up; 0: nothing
 
     def why(self, device: bytes | None) -> str:
@@ -106,7 +107,7 @@ class Readings:
         now_ns = time.monotonic_ns()
         self._look(now_ns)
         are_given_up = any(one.is_over and not one.is_silent for one in self._known.values())
-        if not (self._lines.is_over() or are_given_up):
+        if not (self._lines.is_over() or are_given_up or self._is_dumb):
             self._broken_ns = 0
         elif not self._broken_ns:
             self._broken_ns = now_ns
@@ -122,7 +123,7 @@ class Readings:
         self._lines.close()
         self._lines = self._host.beside(_MODULE, self._arguments)
         self._began_ns, self._broken_ns, self._has_spoken, self._why = now_ns, 0, False, ""
-        self._known = {}
+        self._is_dumb, self._known = False, {}
 
     def finish(self) -> list[Said]:
         """Returns what is said at last; nothing more is taken then."""
@@ -164,7 +165,7 @@ class Readings:
         if self._lines.is_over() and not self._why:
             self._why = "NVML was asked by a process that has ended"
         elif not self._has_spoken and now_ns - self._began_ns > _BEGINNING_S * _NS_PER_S:
-            self._has_spoken = True
+            self._has_spoken = self._is_dumb = True
             self._why = f"NVML has not answered for {_BEGINNING_S} s"
         for known in self._known.values():
             if not known.is_over and self._lines.is_over():

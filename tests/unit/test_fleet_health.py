@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import ssl
 import subprocess
@@ -377,6 +378,9 @@ def test_certificates_and_tokens_that_are_replaced_are_read_again(
     monkeypatch.setattr("aiflame.agent.fleet.health._CERTIFICATE_S", 0.0)
     # GIVEN files that are being written THEN those before go on
     (tmp_path / "token").write_text("")
+    (tmp_path / "new").mkdir()
+    shutil.copy(_certify(tmp_path / "new")[1], tmp_path / "cert")  # and the key is to come
+    assert _get(f"{url}/metrics", "secret", before)[0] == 200
     (tmp_path / "cert").write_text("")
     assert _get(f"{url}/metrics", "secret", before)[0] == 200
     # WHEN they are whole

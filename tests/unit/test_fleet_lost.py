@@ -97,7 +97,7 @@ def test_what_had_no_room_is_sent_once_there_is_some(
     # WHEN there is room for others THEN these come with them, one by one, and none is lost
     for name in ("4", "5", "6", "7"):
         finish(name, room=True)
-    assert sent == ["4", "1", "5", "6", "3", "7"]
+    assert sent == ["4", "1", "5", "3", "6", "7"]
     assert not worker._lost
 
 

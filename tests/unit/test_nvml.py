@@ -245,6 +245,24 @@ def test_a_process_that_asks_and_ends_is_begun_anew_ever_more_seldom(
     assert 5 <= len({*map(id, begun)}) <= 8
 
 
+def test_a_process_that_never_answers_is_begun_anew(
+    host: _RealHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _tell(monkeypatch, "", "40")
+    asked = Readings(host, every_ns=_S // 20)
+    host.process.close()
+    begun = host.process
+    monkeypatch.setattr(host.process, "is_over", lambda: False)
+    _pass(monkeypatch, 31)
+    asked.take()
+    assert "has not answered" in asked.why(None)
+    _pass(monkeypatch, 301)
+    asked.take()
+    assert host.process is not begun
+    assert _until(asked, _A, 2)
+    host.process.close()
+
+
 def test_a_call_that_never_returns_costs_its_device_alone(
     host: _RealHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -626,6 +626,15 @@ def test_who_forked_a_process_is_known_after_its_parent_has_ended(
     assert (orphan.cgroup, orphan.root, orphan.parent_pid) == ("/user", "/proc/self/fd/9", 1)
 
 
+def test_who_was_there_before_it_was_listened_to_is_of_its_parent(
+    machine: _Machine, told_table: ProcessTable, told: _Told
+) -> None:
+    parent = told_table.seen(41, 5, 1, "server", 5)
+    machine.image = None
+    told.map(10, 42, "/lib/late.so")  # all that is told of it
+    assert _makers(told_table, told_table.seen(42, 5, 41, "server", 50)) == [parent]
+
+
 @pytest.mark.parametrize("pid", [42, 43])
 def test_another_program_was_forked_from_nobody(
     machine: _Machine, told_table: ProcessTable, told: _Told, pid: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from aiflame.agent.symbols.store import Store, cache_dir, store_key
@@ -81,8 +82,13 @@ def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
 
 
-def test_a_full_disk_has_room_for_what_comes_next(tmp_path: Path) -> None:
-    """As a small one in memory, far below the bound."""
+@pytest.mark.parametrize(("used_bytes", "is_ours"), [(60_000, True), (1 << 30, False)])
+def test_a_disk_that_is_full_of_the_cache_has_room_for_what_comes_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used_bytes: int, is_ours: bool
+) -> None:
+    """As a small one in memory, far below the bound; not where others have filled it."""
+    full = SimpleNamespace(f_blocks=used_bytes, f_bfree=0, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
 
     def failing() -> object:
         yield b"x" * 100
@@ -94,7 +100,7 @@ def test_a_full_disk_has_room_for_what_comes_next(tmp_path: Path) -> None:
         os.utime(tmp_path / f"{index}", (1000 + index, 1000 + index))
     assert not store.write("new", failing())  # type: ignore[arg-type]
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == [f"{index}" for index in range(2, 10)]
+    assert left == [f"{index}" for index in range(2 if is_ours else 0, 10)]
     assert store.write("new", [b"new"])
 
 
