@@ -137,9 +137,8 @@ class _Programs:
         pass
 
 
-def test_functions_of_one_process_leave_probes_to_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _few_probes(monkeypatch: pytest.MonkeyPatch) -> tuple[ApiProbes, list[str]]:
+    """Returns where there is room for 320 probes, and which files got some, as they do."""
     monkeypatch.setattr(abi, "API_PROBES_MAX", 320)
     programs: Any = _Programs()
     facts: Any = _Facts([])
@@ -147,6 +146,13 @@ def test_functions_of_one_process_leave_probes_to_others(
     facts._names = sorted({name for name, known in probes._wanted.items() if len(known) == 1})
     attached: list[str] = []
     monkeypatch.setattr(probes, "_attach", lambda one: attached.append(one.path))
+    return probes, attached
+
+
+def test_functions_of_one_process_leave_probes_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes, attached = _few_probes(monkeypatch)
     descriptors = []
 
     def look(name: str, pid: int, payer: str, functions: int = 5) -> tuple[int, int]:
@@ -184,13 +190,7 @@ def test_functions_of_one_process_leave_probes_to_others(
 def test_files_of_containers_that_are_gone_leave_probes_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(abi, "API_PROBES_MAX", 320)
-    programs: Any = _Programs()
-    facts: Any = _Facts([])
-    probes = ApiProbes(programs, facts)
-    facts._names = sorted({name for name, known in probes._wanted.items() if len(known) == 1})
-    attached: list[str] = []
-    monkeypatch.setattr(probes, "_attach", lambda one: attached.append(one.path))
+    probes, attached = _few_probes(monkeypatch)
     # GIVEN a library of the system's, and containers with one of their own each
     names = ["system", *map(str, range(200))]
     threads = threading.active_count()
