@@ -307,13 +307,14 @@ class BinaryTable:
             used: Paths of those that processes or files have.
         """
         unused = {root.path for root in self._roots.values()}.difference(used)
+        gone = unused & self._unused_roots
         for identity, root in [*self._roots.items()]:
-            if root.path in unused & self._unused_roots:
+            if root.path in gone:
                 with contextlib.suppress(OSError):  # no descriptor: it is looked at again
                     _lead_nowhere(root.fd)
                     del self._roots[identity]
                     self._retired.append(root)
-        self._unused_roots = unused - self._unused_roots
+        self._unused_roots = unused - gone
         while len(self._retired) > _MOST_RETIRED:
             fd, pid, payer = self._retired.popleft()
             self._fds.discard(fd)
