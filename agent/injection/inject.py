@@ -14,7 +14,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aiflame.agent.elf.image import ElfImage
@@ -164,6 +164,8 @@ class Injection:
             self._image = self._table.seen(pid, _IMAGE, 0, "", 0)
             self._parts = parts.pop_all()
         self._needs_rehearsal = True
+        # Registers that threads had, by id: in calls that the kernel had not continued yet.
+        self._begun: dict[int, Registers] = {}
         self._filters_heard: set[tuple[bytes, ...]] = set()
 
     def __enter__(self) -> Injection:
@@ -297,7 +299,19 @@ class Injection:
         if not (self._is_alive() and Path(f"/proc/{self._pid}/task/{tid}").exists()):
             self.tracer.release()
             raise TryAgain("the thread has ended")
-        return stopped
+        begun = self._begun_call(stopped)
+        if begun is None:
+            self.tracer.release()
+            raise TryAgain("in a call that was interrupted before")
+        self._begun[tid] = begun
+        return replace(stopped, registers=begun)
+
+    def _begun_call(self, stopped: Stopped) -> Registers | None:
+        """Returns what a thread that is held would begin anew, None where that is not known."""
+        registers, size = stopped.registers, requests.CALL_BYTES
+        span = Span(self._pid, stopped.tid, registers.rip - size, size)
+        (code,) = self._memory.read([span])
+        return requests.begun_call(registers, self._begun.get(stopped.tid), code.data)
 
     def _is_alive(self) -> bool:
         """Whether the process id is still that of the process."""

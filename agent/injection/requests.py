@@ -20,8 +20,15 @@ _RED_ZONE_BYTES = 128
 _CALLS_BYTES = 24 << 10
 
 # linux/errno.h: what a system call that was interrupted returns inside the kernel, ERESTARTSYS,
-# ERESTARTNOINTR, ERESTARTNOHAND and ERESTART_RESTARTBLOCK.
-_RESTARTED = {-512, -513, -ERESTARTNOHAND, -516}
+# ERESTARTNOINTR, ERESTARTNOHAND and ERESTART_RESTARTBLOCK. The kernel goes on with a call of the
+# last kind, such as nanosleep(2), by another, for which it has kept how long is left.
+_ERESTART_RESTARTBLOCK = 516
+_RESTARTED = {-512, -513, -ERESTARTNOHAND, -_ERESTART_RESTARTBLOCK}
+_SYS_RESTART_SYSCALL = 219  # asm/unistd_64.h
+# mov $NUMBER, %eax; syscall
+_CALL = struct.Struct("<BI2s")
+_MOV_EAX, _SYSCALL = 0xB8, b"\x0f\x05"
+CALL_BYTES = _CALL.size
 _NO_SYSCALL = (1 << 64) - 1
 _SYSCALL_BYTES = 2  # 0f 05
 _SYS_RT_SIGPROCMASK = 14  # asm/unistd_64.h
@@ -171,6 +178,34 @@ class Loan(NamedTuple):
     lowest: int
 
 
+def begun_call(registers: Registers, before: Registers | None, code: bytes) -> Registers | None:
+    """Returns registers as a thread had them when the system call was first interrupted it is in.
+
+    A thread cannot begin anew what the kernel goes on with by restart_syscall(2): that ends with
+    EINTR once rt_sigreturn(2) was called (kernel/signal.c, do_no_restart_syscall).
+
+    Args:
+        registers: Now.
+        before: Those with which it was stopped before, None for never.
+        code: The `CALL_BYTES` before its instruction pointer.
+
+    Returns:
+        None where nobody knows which call it was: another than us has interrupted it.
+    """
+    is_continued = (
+        registers.orig_rax == _SYS_RESTART_SYSCALL and registers.result == -_ERESTART_RESTARTBLOCK
+    )
+    if not is_continued:
+        return registers
+    if before is not None and before._replace(orig_rax=_SYS_RESTART_SYSCALL) == registers:
+        return before
+    if len(code) < CALL_BYTES:
+        return None
+    mov, number, syscall = _CALL.unpack(code)
+    is_known = (mov, syscall) == (_MOV_EAX, _SYSCALL)
+    return registers._replace(orig_rax=number) if is_known else None
+
+
 def resumed(registers: Registers) -> Registers:
     """Returns the registers that a thread gives itself: it begins a system call again.
 
@@ -194,7 +229,7 @@ def loan(
     """Makes what a thread is handed.
 
     Args:
-        registers: The thread's own, as the tracer gives them back.
+        registers: The thread's own, of a call that can be begun anew (`begun_call`).
         mask: Signals that it blocks.
         xstate: Its other registers, as XSAVE writes them.
         code_at: Where code.S is.

@@ -449,3 +449,28 @@ injection.load(Path(sys.argv[2]), "injected_entry")
             injector.kill()
     _inject(program.pid, next(libraries))
     assert min(program.end().values()) > 0
+
+
+def _never_take_back(tracer: Tracer) -> None:
+    """Has lent threads wait for the tracer in vain, as if it had died."""
+    lend = tracer.lend
+    tracer.lend = lambda loan, at, code, _: lend(loan, at, code, range(0))
+
+
+@cases("kind", ["nap", "poll", "wait"])
+@cases("signals", [(), (signal.SIGSTOP, signal.SIGCONT)])
+def test_a_lent_thread_goes_on_by_itself_in_a_wait_that_was_stopped_before(
+    start: Callable[..., Program], libraries: Iterator[Path], kind: str, signals: Sequence[int]
+) -> None:
+    # GIVEN a program whose only thread waits, and is stopped more than once in one wait, by us or
+    # by others
+    program = start("alone", kind)
+    # WHEN it is lent, and nobody gives it its registers back
+    for library in itertools.islice(libraries, 10):
+        with Injection(program.pid, cache_dir()) as injection:
+            _never_take_back(injection.tracer)
+            for number in signals:
+                os.kill(program.pid, number)
+            injection.load(library, "injected_entry")
+    # THEN it gives them back itself, and its wait ends as if nothing had been.
+    assert min(program.end().values()) > 0

@@ -92,6 +92,34 @@ def test_a_thread_outside_of_calls_goes_on_where_it_was() -> None:
     assert requests.resumed(own) == own
 
 
+# mov $230, %eax; syscall: clock_nanosleep(2), as glibc calls it.
+_SLEEPS = bytes.fromhex("b8e60000000f05")
+
+
+@pytest.mark.parametrize(
+    ("before", "code", "expected"),
+    [
+        ({"orig_rax": 35}, b"", 35),  # it was stopped before in that call
+        ({"orig_rax": 35}, _SLEEPS, 35),
+        ({"orig_rax": 35, "rdi": 1}, _SLEEPS, 230),  # in another one: the code tells
+        (None, _SLEEPS, 230),
+        (None, bytes.fromhex("4889f80f1f0f05"), None),  # mov %rdi, %rax: as syscall(3) has it
+        (None, b"", None),  # it begins in a page that cannot be read
+    ],
+)
+def test_a_call_that_the_kernel_continues_is_begun_anew_only_if_it_is_known(
+    before: dict[str, int] | None, code: bytes, expected: int | None
+) -> None:
+    own = _registers(orig_rax=219, rax=-516 % _U64)  # restart_syscall, ERESTART_RESTARTBLOCK
+    begun = requests.begun_call(own, None if before is None else own._replace(**before), code)
+    assert begun == (None if expected is None else own._replace(orig_rax=expected))
+
+
+def test_a_call_that_was_not_continued_is_what_it_is() -> None:
+    for own in (_registers(orig_rax=230, rax=-516 % _U64), _registers(orig_rax=219, rax=0)):
+        assert requests.begun_call(own, None, _SLEEPS) == own
+
+
 def _loan(xstate: bytes, own: Registers) -> requests.Loan:
     functions = Functions(11, 12, 13, 14, 15, 16, False)
     return requests.loan(own, b"\1" + bytes(7), xstate, 0x5000, functions, "/lib.so", "entry")
