@@ -121,7 +121,7 @@ class Workspace(AbstractContextManager["Workspace"]):
     @property
     def size_bytes(self) -> int:
         """How large it is by now."""
-        return self.database.stat().st_size if self.database.exists() else 0
+        return _size_bytes(self.directory)
 
     @property
     def name(self) -> str:
@@ -181,7 +181,52 @@ class Workspace(AbstractContextManager["Workspace"]):
     ) -> None:
         if not self.is_kept or isinstance(error, Aborted):
             shutil.rmtree(self.directory, ignore_errors=True)
+        # A child that is still about to end may have the descriptor as well.
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
         os.close(self._lock)
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What a killed recording has left, until somebody takes it.
+
+    Attributes:
+        directory: Its path.
+        destination: What it was to become.
+    """
+
+    directory: Path
+    destination: Destination
+
+    @property
+    def name(self) -> str:
+        """As a workspace's."""
+        return self.directory.name
+
+    @property
+    def size_bytes(self) -> int:
+        """How large it is."""
+        return _size_bytes(self.directory)
+
+    def take(self) -> Workspace:
+        """Returns it locked, to be kept unless it is finished.
+
+        Raises:
+            AiflameError: Somebody else has taken it, or finished it.
+        """
+        try:
+            with _locked(self.directory.parent):
+                lock = _lock(self.directory)
+            if not self.directory.exists():  # it was locked while it was removed
+                os.close(lock)
+                raise FileNotFoundError(self.directory)
+        except OSError as error:
+            raise AiflameError(
+                f"another command is finishing {self.name}", "aiflame recover lists what is left"
+            ) from error
+        taken = Workspace(self.directory, lock, self.destination)
+        taken.is_kept = True
+        return taken
 
 
 def recordings_directory() -> Path:
@@ -206,22 +251,17 @@ def recordings_directory() -> Path:
     return max(usable, key=lambda parent: usable[parent])
 
 
-@contextlib.contextmanager
-def unfinished() -> Iterator[list[Workspace]]:
-    """Yields what killed recordings have left, oldest first, each locked meanwhile."""
-    found: list[Workspace] = []
-    with contextlib.ExitStack() as stack:
-        for candidate in _candidates():
-            # Not even looked into where others could have put something.
-            parent = _own(candidate) if candidate.is_dir() else None
-            if parent is None:
-                continue
+def unfinished() -> list[Unfinished]:
+    """Returns what killed recordings have left, oldest first."""
+    found: list[Unfinished] = []
+    for candidate in _candidates():
+        # Not even looked into where others could have put something.
+        parent = _own(candidate) if candidate.is_dir() else None
+        if parent is not None:
+            # Of two who look at once, each would see the other's locks as those of recordings.
             with _locked(parent):
                 found += _left_in(parent)
-        for workspace in found:
-            workspace.is_kept = True
-            stack.enter_context(workspace)
-        yield sorted(found, key=lambda workspace: workspace.name)
+    return sorted(found, key=lambda left: left.name)
 
 
 def running(path: Path) -> Path | None:
@@ -239,7 +279,7 @@ def running(path: Path) -> Path | None:
     return None
 
 
-def _left_in(parent: Path) -> Iterator[Workspace]:
+def _left_in(parent: Path) -> Iterator[Unfinished]:
     for directory in parent.iterdir():
         try:
             lock = _lock(directory)
@@ -250,9 +290,10 @@ def _left_in(parent: Path) -> Iterator[Workspace]:
         except (OSError, ValueError, KeyError, TypeError):
             # Killed at its very start, or while it was removed.
             shutil.rmtree(directory, ignore_errors=True)
-            os.close(lock)
         else:
-            yield Workspace(directory, lock, destination)
+            yield Unfinished(directory, destination)
+        finally:
+            os.close(lock)
 
 
 def _candidates() -> list[Path]:
@@ -264,6 +305,11 @@ def _candidates() -> list[Path]:
     configured = Path(os.environ.get("XDG_STATE_HOME", ""))
     base = configured if configured.is_absolute() else Path("~/.local/state").expanduser()
     return [base / "aiflame", Path(f"/tmp/aiflame-{os.geteuid()}")]  # noqa: S108 - see above
+
+
+def _size_bytes(directory: Path) -> int:
+    database = directory / _DATABASE
+    return database.stat().st_size if database.exists() else 0
 
 
 def _own(candidate: Path) -> Path | None:

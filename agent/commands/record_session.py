@@ -114,8 +114,7 @@ def record(
 
 def _mention_unfinished(say: Callable[[str], None]) -> None:
     """Says that there are unfinished recordings, if there are."""
-    with unfinished() as found:
-        paths = [str(workspace.destination.path) for workspace in found]
+    paths = [str(left.destination.path) for left in unfinished()]
     if paths:
         which = paths[0] if len(paths) == 1 else f"{len(paths)} recordings"
         say(f"killed earlier, and not finished: {which}; see: aiflame recover")

@@ -11,12 +11,13 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.segment import BadSegment
-from aiflame.agent.capture.workspace import Workspace, unfinished
+from aiflame.agent.capture.workspace import Unfinished, Workspace, unfinished
 from aiflame.agent.commands.messages import tell
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.outfile import sudo_ids
@@ -50,18 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List unfinished recordings, or finish one; returns the exit code."""
-    with unfinished() as found:
-        if args.recording is None:
-            if args.output or args.discard:
-                raise UsageError("recover which recording?", "aiflame recover lists them")
-            _list(found)
-            return 0
-        workspace = _chosen(found, args.recording)
+    found = unfinished()
+    if args.recording is None:
+        if args.output or args.discard:
+            raise UsageError("recover which recording?", "aiflame recover lists them")
+        _list(found)
+        return 0
+    with _chosen(found, args.recording).take() as workspace:
         if args.discard:
             workspace.is_kept = False
             tell(sys.stderr, f"Removed {workspace.name}\n")
-            return 0
-        _finish(workspace, args.output, args.force)
+        else:
+            _finish(workspace, args.output, args.force)
     return 0
 
 
@@ -69,29 +70,30 @@ def finish_if_killed(path: Path) -> None:
     """Finishes the recording that was to be at a path where nothing is, if it was killed."""
     if os.path.lexists(path):
         return
-    with unfinished() as found:
-        matching = [each for each in found if each.destination.path == path.absolute()]
-        if len(matching) == 1:
-            _finish(matching[0], None, force=False)
+    matching = [each for each in unfinished() if each.destination.path == path.absolute()]
+    if len(matching) != 1:
+        return
+    try:
+        workspace = matching[0].take()
+    except AiflameError:
+        return  # somebody else is at it, as with one that runs
+    with workspace:
+        _finish(workspace, None, force=False)
 
 
-def _list(found: list[Workspace]) -> None:
+def _list(found: Sequence[Unfinished]) -> None:
     if not found:
         print("no unfinished recording")
-    for workspace in found:
-        size_mb = workspace.size_bytes / 1e6
-        command = showable(workspace.destination.command)
-        print(f"{workspace.name}  {size_mb:.1f} MB  {showable(str(workspace.destination.path))}")
+    for left in found:
+        size_mb = left.size_bytes / 1e6
+        command = showable(left.destination.command)
+        print(f"{left.name}  {size_mb:.1f} MB  {showable(str(left.destination.path))}")
         print(f"    {command}")
 
 
-def _chosen(found: list[Workspace], wanted: str) -> Workspace:
+def _chosen(found: Sequence[Unfinished], wanted: str) -> Unfinished:
     path = Path(wanted).absolute()
-    matching = [
-        workspace
-        for workspace in found
-        if workspace.name == wanted or workspace.destination.path == path
-    ]
+    matching = [left for left in found if left.name == wanted or left.destination.path == path]
     if not matching:
         raise AiflameError(
             f"no unfinished recording of {wanted}", "aiflame recover lists all of this user"

@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,8 +48,7 @@ def test_a_workspace_is_private_and_gone_in_the_end(tmp_path: Path, candidates: 
         for directory in (candidates[0], candidates[0] / _RECORDINGS, made.directory):
             assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         assert made.database.parent == made.directory
-        with unfinished() as found:
-            assert found == []  # it is locked
+        assert unfinished() == []  # it is locked
     assert list((candidates[0] / _RECORDINGS).iterdir()) == []
 
 
@@ -58,14 +58,43 @@ def test_what_a_killed_recording_leaves_is_found(tmp_path: Path) -> None:
     left = Workspace.create(to)
     left.is_kept = True
     left.__exit__(None, None, None)
-    with unfinished() as found:
-        assert [(each.name, each.destination) for each in found] == [(left.name, to)]
-        with unfinished() as again:
-            assert again == []  # somebody is at it
-    with unfinished() as found:
-        found[0].is_kept = False
-    with unfinished() as found:
-        assert found == []
+    # Who only looks hides it from nobody.
+    (found,), (again,) = unfinished(), unfinished()
+    assert (found.name, found.destination, found.size_bytes) == (left.name, to, 0)
+    with found.take() as taken:
+        assert unfinished() == []  # somebody is at it
+        with pytest.raises(AiflameError, match=f"another command is finishing {left.name}"):
+            again.take()
+    assert len(unfinished()) == 1  # it was not finished
+    with again.take() as taken:
+        taken.is_kept = False
+    assert unfinished() == []
+    with pytest.raises(AiflameError, match="another command"):
+        found.take()
+
+
+def test_a_child_that_outlives_a_recording_does_not_hide_what_is_left(tmp_path: Path) -> None:
+    with _killed(tmp_path / "a"):
+        ended, end = os.pipe()
+        child = os.fork()  # it has the lock's descriptor as well
+        if child == 0:
+            os.close(end)
+            os.read(ended, 1)
+            os._exit(0)
+        os.close(ended)
+    assert len(unfinished()) == 1
+    os.close(end)
+    os.waitpid(child, 0)
+
+
+def test_those_who_look_at_once_see_all(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with _killed(tmp_path / name) as left:
+            pass
+        left.directory.rename(left.directory.with_name(name))  # they are of one second
+    with ThreadPoolExecutor(4) as pool:
+        seen = [*pool.map(lambda _: len(unfinished()), range(400))]
+    assert set(seen) == {2}
 
 
 def test_what_cannot_be_understood_is_removed(tmp_path: Path, candidates: list[Path]) -> None:
@@ -75,8 +104,7 @@ def test_what_cannot_be_understood_is_removed(tmp_path: Path, candidates: list[P
     for text in ("", "{", "{}", "[]", '{"path": 1, "command": "", "force": 1, "owner": 1}'):
         (left.directory / "destination.json").write_text(text)
         left.database.touch()
-        with unfinished() as found:
-            assert found == []
+        assert unfinished() == []
         assert list(parent.iterdir()) == []
         left.directory.mkdir()
 
@@ -111,7 +139,7 @@ def test_another_process_knows_what_was_published(tmp_path: Path) -> None:
     with _killed(tmp_path / "a") as left:
         left.publish()
         left.is_kept = True
-    with unfinished() as [found]:
+    with unfinished()[0].take() as found:
         found.database.write_bytes(b"named")
         found.publish()
     assert (tmp_path / "a").read_bytes() == b"named"
@@ -146,8 +174,7 @@ def test_a_directory_that_others_write_to_is_not_used(
         workspace.recordings_directory()
     assert str(candidates[0]) in (error.value.hint or "")
     assert list((tmp_path / "elsewhere").iterdir()) == []
-    with unfinished() as found:
-        assert found == []
+    assert unfinished() == []
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to give a directory away")
