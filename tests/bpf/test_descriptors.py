@@ -111,17 +111,17 @@ def _record_within(megabytes: int, folder: Path) -> subprocess.CompletedProcess[
     )
 
 
-@pytest.mark.parametrize("megabytes", [200, 999])
+@pytest.mark.parametrize("megabytes", [200, 1199])
 def test_with_too_few_addresses_nothing_is_recorded(tmp_path: Path, megabytes: int) -> None:
     done = _record_within(megabytes, tmp_path)
     assert done.returncode == 3
-    assert f"{megabytes} MB" in done.stderr
+    assert f"{megabytes:,} MB" in done.stderr
     assert "ulimit -v" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_with_barely_enough_addresses_a_host_is_recorded(tmp_path: Path) -> None:
-    done = _record_within(1000, tmp_path)
+    done = _record_within(1200, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
