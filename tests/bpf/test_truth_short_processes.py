@@ -221,8 +221,8 @@ def test_waits_in_vfork_are_under_who_called_it(
         profile = recording.wait().profile
     leaves = {"glibc": "__vfork", "musl": "vfork_of_musl"}
     waits = rows_of(profile, leaves[library], None, SampleClass.BLOCKED)
-    assert int(waits["count"].sum()) >= 190
-    assert int(waits["ns"].sum()) >= 190 * 2_000_000
+    assert int(waits["count"].sum()) >= 390
+    assert int(waits["ns"].sum()) >= 390 * 2_000_000
     caller = ["main", f"begin_as_{library}"]
     found = Counter[bool]()
     for row in waits:
@@ -230,7 +230,8 @@ def test_waits_in_vfork_are_under_who_called_it(
         at = frames.index(leaves[library])
         is_complete = profile.stacks.ends[row["stack"]] in COMPLETE_REASONS
         found[is_complete and frames[at - 2 : at] == caller] += int(row["ns"])
-    assert found[True] >= 0.97 * found.total()  # the first ones come before the tables
+    # The first ones come before the tables, which take some 20 ms.
+    assert found[True] >= 0.95 * found.total()
 
 
 @pytest.fixture

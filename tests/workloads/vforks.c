@@ -46,7 +46,7 @@ __attribute__((noinline)) static void begin_as_musl(void)
 
 int main(int argc, char **argv)
 {
-	for (int i = 0; i < 200; i++) {
+	for (int i = 0; i < 400; i++) {
 		if (argc > 1 && strcmp(argv[1], "musl") == 0)
 			begin_as_musl();
 		else
