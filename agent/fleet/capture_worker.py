@@ -39,6 +39,7 @@ from aiflame.agent.fleet.known_containers import kept
 from aiflame.agent.fleet.labelling import kubelet_of, label_options
 from aiflame.agent.fleet.labels import Labeller, NoPods
 from aiflame.agent.fleet.pods import KubeletError
+from aiflame.agent.memory_file import memory_file
 from aiflame.agent.model.profile import LOSSES_FACT, OF_HOST, Process
 from aiflame.agent.model.window import Window
 from aiflame.agent.model.window_selection import of_processes
@@ -197,7 +198,7 @@ class _Job:
             *("-o", str(self.database), "-f", "aiflame"),
         ]
         self._say(f"recording {choice.words} for {seconds:g} s at {request.frequency_hz} Hz")
-        with tempfile.TemporaryFile() as errors:
+        with memory_file("errors") as errors:
             process = subprocess.Popen(  # noqa: S603 - our own command
                 command,
                 stdin=subprocess.DEVNULL,

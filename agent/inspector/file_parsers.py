@@ -25,6 +25,7 @@ from aiflame.agent.inspector.child import waits_for_a_processor
 from aiflame.agent.inspector.file_reader import TIMER_MARGIN_S
 from aiflame.agent.inspector.fork_server import ForkRequests, Helper, NotForked, Program
 from aiflame.agent.inspector.parser import BadMessage, Channel, FileGroup, group_of
+from aiflame.agent.memory_file import memory_file
 from aiflame.agent.target_files import MAX_BYTES, BadTargetFile, RemoteFile
 
 # The system's files, the user's, and those of two containers.
@@ -320,7 +321,7 @@ def _read_for(channel: Channel, remote: RemoteFile, wanted: Sequence[int]) -> No
     except OSError as error:
         channel.send({"error": error.errno or 0})
         return
-    with os.fdopen(os.memfd_create("part", os.MFD_CLOEXEC), "w+b") as file:
+    with memory_file("part") as file:
         file.write(data)
         file.seek(0)  # which writes what is buffered
         channel.send({}, [file.fileno()])

@@ -13,13 +13,13 @@ import select
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import IO, Any
 
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.inspector.child import ends
+from aiflame.agent.memory_file import memory_file
 from aiflame.agent.process_group import OWN_PROCESS_GROUP
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.table import ProcessTable
@@ -57,7 +57,7 @@ class CaptureProcess(NamingChannel):
         super().__init__(table, ours)
         self._windows = 0  # of which it has not been told
         try:
-            self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+            self._errors = memory_file("errors")  # closed by `close`
             self._process = subprocess.Popen(  # noqa: S603 - a module of our own
                 [*COMMAND, str(folder), str(database)],
                 stdin=theirs.fileno(),

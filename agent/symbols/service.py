@@ -19,7 +19,6 @@ import os
 import selectors
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ import numpy.typing as npt
 from aiflame.agent.inspector.fork_server import Ending, ForkRequests, Program
 from aiflame.agent.inspector.rootfs import path_in_root
 from aiflame.agent.losses import LossKind
+from aiflame.agent.memory_file import memory_file
 from aiflame.agent.symbols import protocol
 from aiflame.agent.symbols.frames import Problem, Range, SourceFrame
 from aiflame.agent.symbols.perfmap import perf_map_path
@@ -354,7 +354,7 @@ class SymbolService:
     def _spawn(self) -> None:
         errors: IO[bytes] | None = None
         try:
-            errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _reap
+            errors = memory_file("errors")  # closed by _reap
             process = self._started(errors)
         except OSError as error:
             if errors is not None:

@@ -50,6 +50,7 @@ from aiflame.agent.inspector.parser import (
 )
 from aiflame.agent.limits import limit_self, more_memory
 from aiflame.agent.losses import LossKind
+from aiflame.agent.memory_file import memory_file
 from aiflame.agent.symbols.debugfiles import Candidate
 from aiflame.agent.symbols.frames import Problem, RawFrame, Resolved, clean_name
 from aiflame.agent.symbols.known import KnownTables, file_key, is_settled, known_directory
@@ -262,7 +263,7 @@ def _generated(fd: int, request: dict[str, Any]) -> dict[str, Any]:
 
 def _in_memory(message: dict[str, Any]) -> BinaryIO:
     """Returns a file in memory that holds a message, to be read from its beginning."""
-    file = os.fdopen(os.memfd_create("message", os.MFD_CLOEXEC), "w+b")
+    file = memory_file("message")
     file.write(json.dumps(message, separators=(",", ":")).encode())
     file.seek(0)  # which writes what is buffered
     return file

@@ -36,6 +36,7 @@ _LEAVES = {
     "limits",
     "losses",
     "loopback",
+    "memory_file",
     "model",
     "outfile",
     "priority",
@@ -57,6 +58,7 @@ _MAY_IMPORT = {
     "limits": {"kernelfs"},
     "losses": set(),
     "loopback": set(),
+    "memory_file": set(),
     "model": {"losses"},
     "outfile": {"errors", "limits"},
     "redaction": set(),
@@ -67,14 +69,14 @@ _MAY_IMPORT = {
     "rights": {"errors", "priority"},
     "settings": {"errors", "loopback"},
     "inspector": {
-        *("allocator", "file_questions", "limits", "losses", "priority", "process_group"),
-        "target_files",
+        *("allocator", "file_questions", "limits", "losses", "memory_file", "priority"),
+        *("process_group", "target_files"),
     },
     "capture": {"allocator", "errors", "limits", "losses", "model", "outfile"},
     "elf": {"file_questions", "target_files"},
     "symbols": {
         *("demangle", "elf", "errors", "inspector", "kernelfs", "losses", "model", "outfile"),
-        *("file_questions", "limits", "process_group", "target_files"),
+        *("file_questions", "limits", "memory_file", "process_group", "target_files"),
     },
     "unwind": {
         *("elf", "errors", "file_questions", "inspector", "limits", "model", "process_group"),

@@ -58,8 +58,6 @@ _MAY_OPEN = {
     "agent/symbols/store.py": "the cache",
     "agent/symbols/kallsyms.py": "a file without a name in the directory of an agent",
     "agent/processes/cached_tables.py": "a private directory, where there is no cache",
-    "agent/symbols/service.py": "a file without a name, for the last words of a child",
-    "agent/sinks/capture_process.py": "the same",
     "agent/sinks/index.py": "a database without a name",
     # Files of this package, or beside it.
     "agent/capture/schema.py": "the schema",
