@@ -46,6 +46,9 @@ class Program:
 # What programs do while it happens; the first is what the main thread does.
 PROGRAMS = {
     "sleeps": ("nap", "poll", "select", "epoll", "read", "wait", "interrupted"),
+    "receives": ("receive", "rest"),
+    "changes its ids": ("ids", "rest:2"),
+    "guards its memory": ("guard", "rest"),
     "computes": ("registers", "registers:2", "compute"),
     "alone, sleeping": ("alone", "nap"),
     "alone, polling": ("alone", "poll"),

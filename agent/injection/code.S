@@ -8,18 +8,19 @@
  *
  * `borrowed` is run by a thread of the target, from a system call instruction on, with registers
  * that one PTRACE_SETREGS has given it: RAX, RDI, RSI, RDX and R10 for rt_sigprocmask(2), which
- * blocks all signals; RBX the address of a `Request` (requests.py) on its own stack, below the red
+ * blocks signals; RBX the address of a `Request` (requests.py) on its own stack, below the red
  * zone (x86-64 psABI 3.2.2); RSP below that, aligned. It makes a thread and waits a moment for the
  * tracer, which gives it its registers back. If none does, since it is dead, rt_sigreturn(2) does:
  * all registers, vector registers and the signal mask at once. So whoever dies when: it goes on.
  *
  * `loading` is the new thread, with a `Task` as its argument. Signals stay blocked in it, and in
- * threads that the library makes.
+ * threads that the library makes, but for those that glibc waits for all threads with.
  *
  * System calls: asm/unistd_64.h; they change RAX, RCX and R11 only.
  */
 	.equ SYS_MMAP, 9
 	.equ SYS_MUNMAP, 11
+	.equ SYS_RT_SIGPROCMASK, 14
 	.equ SYS_RT_SIGRETURN, 15
 	.equ SYS_NANOSLEEP, 35
 	.equ SYS_CLOSE, 3
@@ -29,6 +30,8 @@
 	.equ PROT_READ_WRITE, 3
 	.equ MAP_PRIVATE_ANONYMOUS, 0x22
 	.equ MFD_CLOEXEC, 1
+	.equ SIG_UNBLOCK, 1
+	.equ SIGSET_BYTES, 8
 	.equ FIRST_ERROR, -4095	/* MAX_ERRNO of linux/err.h */
 
 	/* Request */
@@ -56,6 +59,7 @@
 	.equ DLERROR, 72
 	.equ FLAGS, 80
 	.equ PAUSE, 88
+	.equ UNBLOCKED, 104
 	.equ ENTRY, 128
 	.equ NAME, 256
 	.equ PATH, 512
@@ -118,6 +122,12 @@ loading:
 	pushq	%rbp
 	pushq	%rbp			/* aligns the stack */
 	movq	%rdi, %rbx
+	movl	$SYS_RT_SIGPROCMASK, %eax
+	movl	$SIG_UNBLOCK, %edi
+	leaq	UNBLOCKED(%rbx), %rsi
+	xorl	%edx, %edx
+	movl	$SIGSET_BYTES, %r10d
+	syscall
 	movq	%fs:0, %rdi		/* pthread_self(): the thread's control block */
 	call	*PTHREAD_DETACH(%rbx)
 	movl	$SYS_GETTID, %eax

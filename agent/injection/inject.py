@@ -9,6 +9,7 @@ function of it if that is asked for, says what came of it, and ends.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -26,6 +27,7 @@ from aiflame.agent.injection.fitness import Fitness
 from aiflame.agent.injection.requests import Overwritten, Registers, TaskState
 from aiflame.agent.injection.seccomp import Call
 from aiflame.agent.injection.tracer import InjectionRefused, Lent, Stopped, Tracer, TryAgain
+from aiflame.agent.injection.tracer_worker import USER_CODE_64
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.inspector.memory import Span
 from aiflame.agent.processes import procfs
@@ -50,6 +52,8 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.005
 # A library that begins by starting a GPU's runtime takes seconds.
 _LOADING_S = 30.0
 _LOOK_S = 0.001
+# The new thread waits 30 s and more to be told something (code.S, PAUSES). A write takes no 10 s.
+_WAITING_S = 20.0
 _MAX_ERROR_BYTES = 1024
 _ENDED = ("X", "Z")  # proc_pid_status(5)
 _SECCOMP_OFF, _SECCOMP_STRICT = "0", "1"  # linux/seccomp.h
@@ -167,6 +171,7 @@ class Injection:
         # Registers that threads had, by id: in calls that the kernel had not continued yet.
         self._begun: dict[int, Registers] = {}
         self._filters_heard: set[tuple[bytes, ...]] = set()
+        self._heard_s = 0.0  # when the new thread was last known to have taken a step
 
     def __enter__(self) -> Injection:
         return self
@@ -264,7 +269,6 @@ class Injection:
             self._why_not(stopped, found)  # has the tables read, which may take long
             self._needs_rehearsal = False
             stopped = self._stop(tid)
-        self._require_calls(tid)
         if why := self._why_not(stopped, found):
             self.tracer.release()
             raise TryAgain(why)
@@ -288,8 +292,10 @@ class Injection:
 
     def _stop(self, tid: int) -> Stopped:
         """Stops a thread, which is the process's own: ids of threads that ended are used again."""
+        # Some filters end the process for the call by which a wait is continued.
+        mode = (procfs.status_field(tid, "Seccomp") or [_SECCOMP_OFF])[0]
         try:
-            stopped = self.tracer.stop(tid)
+            stopped = self.tracer.stop(tid, begins_anew=mode != _SECCOMP_OFF)
         except InjectionRefused:
             # The same error stands for a thread that has ended, and for one that another traces.
             fitness.require_fit_process(self._pid)
@@ -299,6 +305,7 @@ class Injection:
         if not (self._is_alive() and Path(f"/proc/{self._pid}/task/{tid}").exists()):
             self.tracer.release()
             raise TryAgain("the thread has ended")
+        self._require_calls(tid, mode)
         begun = self._begun_call(stopped)
         if begun is None:
             self.tracer.release()
@@ -324,7 +331,7 @@ class Injection:
     def _why_not(self, stopped: Stopped, found: Fitness) -> str:
         """Returns why a thread cannot be lent, "" where it can."""
         registers = stopped.registers
-        if registers.cs != requests.USER_CODE_64:
+        if registers.cs != USER_CODE_64:
             return "in 32-bit code"
         if stopped.is_in_critical_section:
             return "in a restartable sequence"
@@ -338,9 +345,8 @@ class Injection:
         )
         return threads.why_not(self._image, found, self._images, registers, walked)
 
-    def _require_calls(self, tid: int) -> None:
+    def _require_calls(self, tid: int, mode: str) -> None:
         """Raises for a thread, which is held, whose seccomp filters would not let it through."""
-        mode = (procfs.status_field(tid, "Seccomp") or [_SECCOMP_OFF])[0]
         if mode == _SECCOMP_OFF:
             return
         if mode == _SECCOMP_STRICT:
@@ -349,6 +355,8 @@ class Injection:
                 f"process {self._pid} has given up all system calls (strict seccomp)"
             )
         filters = tuple(self.tracer.filters())
+        if seccomp.lets_waits_continue(filters):
+            self.tracer.continue_wait()
         if filters in self._filters_heard:
             return
         if name := seccomp.why_not(filters, self._calls):
@@ -379,6 +387,7 @@ class Injection:
 
     def _load(self, task: int, name: str, data: bytes) -> int:
         """Has the new thread load the library; returns what its function answered."""
+        self._heard_s = time.monotonic()
         try:
             state = self._wait(task, 1)
             why, may_help = self._load_from_memory(task, state.file, data)
@@ -387,9 +396,18 @@ class Injection:
             if why:
                 raise AiflameError(f"process {self._pid} cannot load {name}: {why}", _cure(why))
             return self._state(task).answer
+        except Overwritten:
+            self._heard_s = -math.inf  # it is not the thread's any more
+            raise
         finally:
-            with contextlib.suppress(TryAgain, InjectionRefused):
-                self.tracer.write(self._pid, task + requests.GO_AT, _LEAVE)
+            with contextlib.suppress(AiflameError):
+                self._write(task + requests.GO_AT, _LEAVE)
+
+    def _write(self, address: int, data: bytes) -> None:
+        """Writes what the new thread waits for, as long as it does: it unmaps that when it ends."""
+        if time.monotonic() - self._heard_s > _WAITING_S:
+            raise AiflameError(f"process {self._pid} was not told to load it in time", "try again")
+        self.tracer.write(self._pid, address, data)
 
     def _load_from_memory(self, task: int, fd: int, data: bytes) -> tuple[str, bool]:
         """Returns why it cannot be loaded from memory, "" if it was; whether a file may help."""
@@ -415,9 +433,9 @@ class Injection:
 
     def _open(self, task: int, path: str, until: int) -> str:
         """Has a file loaded; returns what the dynamic loader complains of, "" for nothing."""
-        self.tracer.write(self._pid, task + requests.PATH_AT, path.encode() + b"\0")
-        self.tracer.write(self._pid, task + requests.ERROR_AT, _NO_ERROR)
-        self.tracer.write(self._pid, task + requests.GO_AT, _GO)
+        self._write(task + requests.PATH_AT, path.encode() + b"\0")
+        self._write(task + requests.ERROR_AT, _NO_ERROR)
+        self._write(task + requests.GO_AT, _GO)
         state = self._wait(task, until)
         if state.error:
             text = self.tracer.read(self._pid, state.error, _MAX_ERROR_BYTES)
@@ -430,6 +448,7 @@ class Injection:
         while time.monotonic() < until_s:
             state = self._state(task)
             if state.done >= until:
+                self._heard_s = time.monotonic()
                 return state
             time.sleep(_LOOK_S)
         raise AiflameError(f"process {self._pid} has not loaded it within {_LOADING_S:.0f} s")

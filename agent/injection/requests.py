@@ -8,10 +8,16 @@ it does not depend on us.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from aiflame.agent.errors import AiflameError
-from aiflame.agent.injection.tracer_worker import ERESTARTNOHAND, REGISTERS
+from aiflame.agent.injection.tracer_worker import (
+    ERESTART_RESTARTBLOCK,
+    ERESTARTNOHAND,
+    REGISTERS,
+    SYS_RESTART_SYSCALL,
+)
 
 # x86-64 psABI 3.2.2: leaf functions use that much below RSP.
 _RED_ZONE_BYTES = 128
@@ -22,9 +28,7 @@ _CALLS_BYTES = 24 << 10
 # linux/errno.h: what a system call that was interrupted returns inside the kernel, ERESTARTSYS,
 # ERESTARTNOINTR, ERESTARTNOHAND and ERESTART_RESTARTBLOCK. The kernel goes on with a call of the
 # last kind, such as nanosleep(2), by another, for which it has kept how long is left.
-_ERESTART_RESTARTBLOCK = 516
-_RESTARTED = {-512, -513, -ERESTARTNOHAND, -_ERESTART_RESTARTBLOCK}
-_SYS_RESTART_SYSCALL = 219  # asm/unistd_64.h
+_RESTARTED = {-512, -513, -ERESTARTNOHAND, -ERESTART_RESTARTBLOCK}
 # mov $NUMBER, %eax; syscall
 _CALL = struct.Struct("<BI2s")
 _MOV_EAX, _SYSCALL = 0xB8, b"\x0f\x05"
@@ -33,6 +37,13 @@ _NO_SYSCALL = (1 << 64) - 1
 _SYSCALL_BYTES = 2  # 0f 05
 _SYS_RT_SIGPROCMASK = 14  # asm/unistd_64.h
 _SIG_SETMASK, _SIGSET_BYTES = 2, 8
+# asm/signal.h, signal(7). Not those that an instruction raises, which end the process where they
+# are blocked: SIGILL, SIGTRAP, SIGBUS, SIGFPE, SIGSEGV, SIGSYS. A program may handle them, as one
+# that protects its memory to see what is written.
+_SYNCHRONOUS = (4, 5, 7, 8, 11, 31)
+# What glibc does in all threads at once, and waits for: to cancel them, and setuid(2) and the like
+# (nptl's SIGCANCEL, SIGSETXID). The new thread and those that it makes have to let them through.
+_OF_GLIBC = (32, 33)
 
 # code.S
 _TASK_AT, _CONTEXT_AT, _XSTATE_AT = 64, 576, 896
@@ -43,12 +54,21 @@ _MAX_ENTRY_BYTES, _MAX_NAME_BYTES = _NAME_AT - _ENTRY_AT, _CONTEXT_AT - _TASK_AT
 _REQUEST = struct.Struct("<IiQQQQQ")
 # state, result, thread, pthread_create, task, signals, __errno_location
 _SIGNALS_AT = 32
-_TASK = struct.Struct("<IIiiQQiiiiQQQQQQQ")
-# done, go, file, 0, handle, error, answer, 0, tid, 0, then functions, flags and a pause of 1 ms
+_TASK = struct.Struct("<IIiiQQiiiiQQQQQQQQ")
+# done, go, file, 0, handle, error, answer, 0, tid, 0, then functions, flags, a pause of 1 ms, and
+# signals that are not blocked
 _PAUSE_S, _PAUSE_NS = 0, 1_000_000
 _TASK_STATE = struct.Struct("<I4xi4xQQi")
 TASK_STATE_BYTES = _TASK_STATE.size
 GO_AT, ERROR_AT = 4, 24
+
+
+def _signals(numbers: Iterable[int]) -> int:
+    return sum(1 << (number - 1) for number in numbers)
+
+
+_BLOCKED = _signals({*range(1, 65)} - {*_SYNCHRONOUS})
+_UNBLOCKED = _signals(_OF_GLIBC)
 
 _RTLD_NOW = 2  # bits/dlfcn.h; RTLD_LOCAL is 0
 # What glibc before 2.34 wants to hear from who calls its __libc_dlopen_mode (include/dlfcn.h).
@@ -69,7 +89,6 @@ _XSTATE_ALIGNMENT = 64
 _STACK_ALIGNMENT = 64
 
 _FLAGS_CLEAR = 0x202  # interrupts on; direction forward, as calls want it (psABI 3.2.1)
-USER_CODE_64 = 0x33  # asm/segment.h: __USER_CS
 # Of what a target says: MAX_ERRNO of linux/err.h, as the kernel returns it and as pthread_create;
 # where memory ends that nobody gets unasked (Documentation/arch/x86/x86_64/5level-paging.rst).
 _FIRST_ERROR, _LAST_ERROR = -4095, 4095
@@ -193,11 +212,11 @@ def begun_call(registers: Registers, before: Registers | None, code: bytes) -> R
         None where nobody knows which call it was: another than us has interrupted it.
     """
     is_continued = (
-        registers.orig_rax == _SYS_RESTART_SYSCALL and registers.result == -_ERESTART_RESTARTBLOCK
+        registers.orig_rax == SYS_RESTART_SYSCALL and registers.result == -ERESTART_RESTARTBLOCK
     )
     if not is_continued:
         return registers
-    if before is not None and before._replace(orig_rax=_SYS_RESTART_SYSCALL) == registers:
+    if before is not None and before._replace(orig_rax=SYS_RESTART_SYSCALL) == registers:
         return before
     if len(code) < CALL_BYTES:
         return None
@@ -243,8 +262,7 @@ def loan(
     image = _signal_xstate(xstate)
     size = _XSTATE_AT + len(image)
     request_at = (registers.rsp - _RED_ZONE_BYTES - size) // _STACK_ALIGNMENT * _STACK_ALIGNMENT
-    every_signal = _U64
-    calls = functions.pthread_create, 0, every_signal, functions.errno_location
+    calls = functions.pthread_create, 0, _BLOCKED, functions.errno_location
     head = _REQUEST.pack(0, 0, 0, *calls)
     context = _context(resumed(registers), mask, request_at + _XSTATE_AT)
     request = bytearray(size)
@@ -309,7 +327,7 @@ def _task(functions: Functions, name: str, entry: str) -> bytes:
     flags = _RTLD_NOW | (_RTLD_DLOPEN if functions.is_internal else 0)
     calls = (functions.pthread_detach, functions.dlopen, functions.dlsym, functions.dlerror)
     task = bytearray(_CONTEXT_AT - _TASK_AT)
-    _TASK.pack_into(task, 0, *([0] * 10), *calls, flags, _PAUSE_S, _PAUSE_NS)
+    _TASK.pack_into(task, 0, *([0] * 10), *calls, flags, _PAUSE_S, _PAUSE_NS, _UNBLOCKED)
     for text, at, most in (
         (entry, _ENTRY_AT, _MAX_ENTRY_BYTES),
         (name, _NAME_AT, _MAX_NAME_BYTES),

@@ -65,6 +65,7 @@ class Call(enum.Enum):
     PRCTL = 157
     GETTID = 186
     FUTEX = 202
+    RESTART_SYSCALL = 219
     EPOLL_WAIT = 232
     EPOLL_CTL = 233
     OPENAT = 257
@@ -113,6 +114,14 @@ def why_not(filters: Sequence[bytes], library: Collection[Call]) -> str:
         if said is Verdict.FATAL or (said is Verdict.REFUSED and is_needed):
             return call.name.lower()
     return ""
+
+
+def lets_waits_continue(filters: Sequence[bytes]) -> bool:
+    """Whether a wait that was interrupted may go on by restart_syscall(2)."""
+    try:
+        return verdict(filters, Call.RESTART_SYSCALL) is Verdict.ALLOWED
+    except BadFilter:
+        return False
 
 
 def verdict(filters: Sequence[bytes], call: Call) -> Verdict:

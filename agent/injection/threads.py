@@ -14,7 +14,6 @@ from aiflame.agent import kernelfs
 from aiflame.agent.injection.fitness import Fitness
 from aiflame.agent.injection.questions import LibraryFacts, Role
 from aiflame.agent.injection.requests import Registers
-from aiflame.agent.injection.tracer_worker import WAITS
 from aiflame.agent.model.profile import StopReason
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.elf_images import ElfImages
@@ -28,6 +27,18 @@ _COMPLETE = {StopReason.ROOTED, StopReason.ROOTED_BY_TABLE, StopReason.ROOTED_BY
 # What an allocator does not wait in, asm/unistd_64.h: read, poll, recvfrom, recvmsg, accept,
 # wait4, nanosleep, select, epoll_wait, clock_nanosleep, pselect6, ppoll, epoll_pwait, accept4.
 _QUIET_CALLS = {0, 7, 45, 47, 43, 61, 35, 23, 232, 230, 270, 271, 281, 288}
+
+# Waits that go on as if they had not been stopped, asm/unistd_64.h: poll, select, pause, nanosleep,
+# wait4, rt_sigsuspend, futex, restart_syscall (one of these), clock_nanosleep, waitid, pselect6,
+# ppoll, futex_waitv; -1 is none, in a page fault.
+_CONTINUED = {7, 23, 34, 35, 61, 130, 202, 219, 230, 247, 270, 271, 449, -1}
+# Those that a stop begins anew, which had done nothing: read, readv, recvfrom, recvmsg, recvmmsg,
+# accept, accept4, epoll_wait, epoll_pwait, epoll_pwait2, semop, semtimedop, rt_sigtimedwait,
+# io_getevents, io_pgetevents, io_uring_enter; unless they wait until all is there. Which of their
+# arguments says so, and how: linux/socket.h.
+_BEGUN_ANEW = {0, 19, 45, 47, 299, 43, 288, 232, 281, 441, 65, 220, 128, 208, 333, 426}
+_FLAGS_OF = {45: 3, 47: 2, 299: 3}
+_MSG_WAITALL = 0x100
 
 
 def why_not(
@@ -93,17 +104,24 @@ def _why_unsafe(facts: LibraryFacts, address: int, registers: Registers, is_prog
 
 
 def candidates(pid: int) -> Sequence[int]:
-    """Returns the threads of a process, those first that are likely to be lent without a trace.
+    """Returns the threads of a process that may be stopped, those first that notice the least.
 
-    Signals to the process go to its first thread if that wants them, so others come before; waits
-    that a stop begins anew come after those that it does not touch (signal(7)).
+    Signals to the process go to its first thread if that wants them, so others come before. One in
+    another call than these is none at all, until it is through: to be stopped there may have an
+    effect. A file server is told to interrupt an open(2), and a long write(2) returns with a part.
     """
 
-    def urgency(tid: int) -> tuple[int, bool]:
+    def urgency(tid: int) -> int | None:
         words = kernelfs.read_text(f"/proc/{pid}/task/{tid}/syscall").split()
         call = words[0] if words else ""
         if not call.lstrip("-").isdigit():  # "running", or it is gone
-            return 1, tid == pid
-        return (2 if int(call) in WAITS else 0), tid == pid
+            return 1
+        number, arguments = int(call), words[1:7]
+        if number in _CONTINUED:
+            return 0
+        is_whole = number in _FLAGS_OF and int(arguments[_FLAGS_OF[number]], 16) & _MSG_WAITALL
+        return 2 if number in _BEGUN_ANEW and not is_whole else None
 
-    return sorted(procfs.thread_ids(pid), key=urgency)
+    found = {tid: urgency(tid) for tid in procfs.thread_ids(pid)}
+    stoppable = {tid: how for tid, how in found.items() if how is not None}
+    return sorted(stoppable, key=lambda tid: (stoppable[tid], tid == pid))

@@ -84,14 +84,19 @@ class Tracer:
         """Of the process that holds threads, None where there is none."""
         return None if self._child is None else self._child.process.pid
 
-    def stop(self, tid: int) -> Stopped:
+    def stop(self, tid: int, begins_anew: bool = False) -> Stopped:
         """Stops a thread; it is let go by `release`, by `lend`, and in a while by itself.
+
+        Args:
+            tid: The thread.
+            begins_anew: A wait such as nanosleep(2) begins anew then, with its whole timeout, and
+                is not continued by restart_syscall(2).
 
         Raises:
             TryAgain: Not now.
             InjectionRefused: The kernel does not permit it, or all of the process is stopped.
         """
-        answer = self._ask(worker.STOP.pack(b"s", tid))
+        answer = self._ask(worker.STOP.pack(b"s", tid, begins_anew))
         mask, is_critical = worker.STOPPED.unpack_from(answer)
         at = worker.STOPPED.size
         end = at + worker.REGISTERS.size
@@ -100,6 +105,10 @@ class Tracer:
     def release(self) -> None:
         """Lets the thread go that is held, if there is one still."""
         self._question(worker.RELEASE)
+
+    def continue_wait(self) -> None:
+        """Has the wait of the thread that is held continued after all."""
+        self._question(worker.CONTINUE)
 
     def filters(self) -> list[bytes]:
         """Returns the seccomp filters of the thread that is held.

@@ -36,20 +36,25 @@ _SIGTRAP, _SIGKILL = 5, 9
 _PR_SET_PDEATHSIG = 1
 
 REGISTERS = struct.Struct("<27Q")  # struct user_regs_struct of sys/user.h
-_RAX, _ORIG_RAX, _RIP = 10, 15, 16
+_RAX, _ORIG_RAX, _RIP, _CS = 10, 15, 16, 17
+USER_CODE_64 = 0x33  # asm/segment.h: __USER_CS
 # Waits that end with EINTR when a tracer stops them, where others are begun again (signal(7)),
-# asm/unistd_64.h. To begin them again changes nothing but that one with a timeout may take longer,
-# once. Not those that have an effect, such as close(2).
+# asm/unistd_64.h. Nothing was done then, and to begin them again changes nothing but that one with
+# a timeout may take longer, once. Not those that have an effect, such as close(2).
 WAITS = {
-    *(0, 45, 47, 43, 288),  # read, recvfrom, recvmsg, accept, accept4: with SO_RCVTIMEO
+    *(0, 19, 45, 47, 299),  # read, readv, recvfrom, recvmsg, recvmmsg: with SO_RCVTIMEO
+    *(43, 288),  # accept, accept4: the same
+    *(1, 20, 44, 46, 307, 42),  # write, writev, sendto, sendmsg, sendmmsg, connect: SO_SNDTIMEO
     *(232, 281, 441),  # epoll_wait, epoll_pwait, epoll_pwait2
     *(65, 220),  # semop, semtimedop
     128,  # rt_sigtimedwait
-    *(208, 333),  # io_getevents, io_pgetevents
+    *(208, 333, 426),  # io_getevents, io_pgetevents, io_uring_enter
+    285,  # fallocate on tmpfs, before v6.9
 }
 # linux/errno.h: inside the kernel a call returns it that is to end with EINTR if a handler has run,
-# and to be begun again else.
-ERESTARTNOHAND = 514
+# and to be begun again else; and one that is to be continued, by restart_syscall(2).
+ERESTARTNOHAND, ERESTART_RESTARTBLOCK = 514, 516
+SYS_RESTART_SYSCALL = 219  # asm/unistd_64.h
 _U64 = (1 << 64) - 1
 _MASK = struct.Struct("<Q")
 _WORD = struct.Struct("<Q")
@@ -74,14 +79,14 @@ _LENT_S = 2.0
 # Between two looks at a thread: what it does takes 50 us.
 _LOOK_S = 0.00002
 
-STOP = struct.Struct("<cI")  # thread
+STOP = struct.Struct("<cI?")  # thread, whether a wait is to be begun anew rather than continued
 FILTER = struct.Struct("<cI")  # index
 # Where the code is to be, where in it the wait begins and ends, where the request is to be, sizes
 # of both; then these, and the registers to run it with.
 LEND = struct.Struct("<cQIIQII")
 READ = struct.Struct("<cIQI")  # thread, address, bytes
 WRITE = struct.Struct("<cIQ")  # thread, address; then the bytes
-RELEASE = b"g"
+RELEASE, CONTINUE = b"g", b"c"
 
 HEAD = struct.Struct("<BI")  # of each answer: what came of it, and an error's or a signal's number
 STOPPED = struct.Struct("<8s?")  # signal mask, critical section; then registers, then xstate
@@ -160,10 +165,21 @@ def _write(tid: int, address: int, data: bytes) -> None:
         raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
 
 
-def _restarting(registers: bytes) -> bytes:
-    """Returns registers of a thread that was stopped, with which its wait is begun again."""
+def _restarting(registers: bytes, begins_anew: bool = False) -> bytes:
+    """Returns registers of a thread that was stopped, with which its wait goes on.
+
+    Args:
+        registers: As it stopped.
+        begins_anew: Without restart_syscall(2), as if nothing of it was over.
+    """
     words = [*REGISTERS.unpack(registers)]
-    if words[_ORIG_RAX] in WAITS and words[_RAX] == -errno.EINTR & _U64:
+    if words[_CS] != USER_CODE_64:
+        return registers  # its calls have other numbers
+    result, call = words[_RAX], words[_ORIG_RAX]
+    is_ended = call in WAITS and result == -errno.EINTR & _U64
+    # What is continued already, is so by its filter's leave.
+    is_continued = result == -ERESTART_RESTARTBLOCK & _U64 and call != SYS_RESTART_SYSCALL
+    if is_ended or (is_continued and begins_anew):
         words[_RAX] = -ERESTARTNOHAND & _U64
     return REGISTERS.pack(*words)
 
@@ -171,35 +187,51 @@ def _restarting(registers: bytes) -> bytes:
 class Tracee:
     """A thread that is stopped, with all that has to be given back to it.
 
+    From then on its wait goes on as if it had not stopped, whatever becomes of this process.
+
     Args:
         tid: The thread.
+        begins_anew: Its seccomp filter may not let it call restart_syscall(2).
 
     Raises:
         OSError: It cannot be traced.
         _Unexpected: It has ended, or did not stop as asked.
     """
 
-    def __init__(self, tid: int) -> None:
+    def __init__(self, tid: int, begins_anew: bool) -> None:
         self.tid = tid
         _ptrace(_SEIZE, tid)
         self.begun_ns = time.monotonic_ns()
-        self._interrupt(_STOPPING_S)
+        found = self._interrupt(_STOPPING_S, begins_anew)
+        # As they are where the wait is continued; what it goes on with may be others.
+        self.continued = _restarting(found)
+        self.registers = _restarting(found, begins_anew)
         self.mask = ctypes.create_string_buffer(_MASK.size)
         _ptrace(_GETSIGMASK, tid, _MASK.size, self.mask)
-        self.registers = _restarting(self._registers())
         self.xstate = self._xstate()
 
-    def _interrupt(self, patience_s: float) -> None:
+    def continue_wait(self) -> None:
+        """Has its wait continued, whoever lets it go: its filter allows that."""
+        self.registers = self.continued
+        _ptrace(_SETREGS, self.tid, 0, self.registers)
+
+    def _interrupt(self, patience_s: float, begins_anew: bool = False) -> bytes:
+        """Stops it; returns the registers that it had. It has those with which it goes on."""
         _ptrace(_INTERRUPT, self.tid)
         until_s = time.monotonic() + patience_s
         while (status := self.look()) is None:
             if time.monotonic() > until_s:
                 raise _Unexpected(Outcome.BUSY)
             time.sleep(_LOOK_S)
+        found = self._registers()
+        going_on = _restarting(found, begins_anew)
+        if going_on != found:
+            _ptrace(_SETREGS, self.tid, 0, going_on)
         if status:
             self.release(0 if status >> 8 == _EVENT_STOP else status & 0xFF)
             outcome = Outcome.STOPPED if status >> 8 == _EVENT_STOP else Outcome.SIGNAL
             raise _Unexpected(outcome, status & 0xFF)
+        return found
 
     def look(self) -> int | None:
         """Returns None while it runs, 0 when it has stopped as asked, else its signal and event.
@@ -305,12 +337,12 @@ class Tracee:
                 self._surprised(status, code_at)
             time.sleep(_LOOK_S)
         try:
-            self._interrupt(_LENT_S)
+            found = self._interrupt(_LENT_S)
         except _Unexpected as unexpected:
             if unexpected.outcome in (Outcome.ENDED, Outcome.BUSY):
                 raise
             return Outcome.ALONE, head
-        if REGISTERS.unpack(self._registers())[_RIP] - code_at not in wait:
+        if REGISTERS.unpack(found)[_RIP] - code_at not in wait:
             self.release()  # it will have its registers back, or has, by itself
             return Outcome.ALONE, head
         # In this order: up to the last step it would do the same by itself.
@@ -327,11 +359,11 @@ class Tracee:
         which it slept ends as that signal would have it.
         """
         signal, event = status & 0xFF, status >> 8
-        if event == _EVENT_STOP:  # of the whole process: it goes on with our code after SIGCONT
-            self.release()
-            raise _Unexpected(Outcome.STOPPED, signal)
         if REGISTERS.unpack(self._registers())[_RIP] == code_at:
             _ptrace(_SETREGS, self.tid, 0, self.registers)
+        if event == _EVENT_STOP:  # of the whole process: it goes on, with our code, after SIGCONT
+            self.release()
+            raise _Unexpected(Outcome.STOPPED, signal)
         self.release(signal)
         raise _Unexpected(Outcome.SIGNAL, signal)
 
@@ -362,6 +394,7 @@ class _Worker:
         self._questions = {
             b"s": self._stop,
             RELEASE: self._release,
+            CONTINUE: self._continue,
             b"f": self._filter,
             b"l": self._lend,
             b"r": self._read,
@@ -374,7 +407,10 @@ class _Worker:
         poll.register(self._fd, select.POLLIN)
         while True:
             if self._tracee is not None and not poll.poll(1000 * HOLD_S):
-                self._let_go()
+                try:
+                    self._let_go()
+                except OSError:  # it was killed
+                    return
             message = os.read(self._fd, 1 << 18)
             if not message:
                 return
@@ -385,13 +421,15 @@ class _Worker:
                 return
 
     def _let_go(self) -> None:
+        """Lets go of the thread that is held, if there is one.
+
+        Raises:
+            OSError: It was killed. It is not over, as its parent and an exec(2) of its process see
+                it, until this process has ended.
+        """
         tracee, self._tracee = self._tracee, None
         if tracee is not None:
-            try:
-                tracee.give_back()
-            except OSError as error:
-                if error.errno != errno.ESRCH:  # it was killed
-                    raise
+            tracee.give_back()
 
     def _answer(self, message: bytes) -> bytes:
         try:
@@ -403,10 +441,16 @@ class _Worker:
             return HEAD.pack(unexpected.outcome, unexpected.number)
 
     def _stop(self, message: bytes) -> bytes:
-        _, tid = STOP.unpack(message)
-        tracee = self._tracee = Tracee(tid)
+        _, tid, begins_anew = STOP.unpack(message)
+        tracee = self._tracee = Tracee(tid, begins_anew)
         facts = STOPPED.pack(tracee.mask.raw, tracee.is_in_critical_section)
-        return _DONE + facts + tracee.registers + tracee.xstate.raw
+        return _DONE + facts + tracee.continued + tracee.xstate.raw
+
+    def _continue(self, message: bytes) -> bytes:
+        if self._tracee is None:
+            return _LATE
+        self._tracee.continue_wait()
+        return _DONE
 
     def _release(self, message: bytes) -> bytes:
         is_late = self._tracee is None

@@ -474,3 +474,50 @@ def test_a_lent_thread_goes_on_by_itself_in_a_wait_that_was_stopped_before(
             injection.load(library, "injected_entry")
     # THEN it gives them back itself, and its wait ends as if nothing had been.
     assert min(program.end().values()) > 0
+
+
+@cases("kind", ["nap", "poll", "select", "epoll", "receive", "wait"])
+def test_a_thread_that_is_held_goes_on_when_its_tracer_dies(
+    start: Callable[..., Program], kind: str
+) -> None:
+    program = start("alone", kind)
+    for _ in range(20):
+        with Tracer() as tracer:
+            with contextlib.suppress(TryAgain):
+                tracer.stop(program.pid)
+            assert tracer.pid is not None
+            _kill(tracer.pid)
+    assert min(program.end().values()) > 0
+
+
+@cases("is_released", [True, False])
+def test_a_process_that_is_killed_while_a_thread_is_held_is_over(
+    start: Callable[..., Program], is_released: bool
+) -> None:
+    program = start("nap", "poll")
+    tid = max(procfs.thread_ids(program.pid))
+    with Tracer() as tracer:
+        tracer.stop(tid)
+        program.process.kill()
+        wait_until(lambda: procfs.status_field(program.pid, "State")[:1] == ["Z"])
+        if is_released:
+            tracer.release()
+        assert program.process.wait(5) == -signal.SIGKILL
+
+
+def test_a_filter_without_restart_syscall_ends_no_process(
+    start: Callable[..., Program], libraries: Iterator[Path]
+) -> None:
+    program = start("alone", "kill=restart_syscall", "nap")
+    for library in itertools.islice(libraries, 3):
+        _inject(program.pid, library)
+    assert min(program.end().values()) > 0
+
+
+def test_a_thread_that_writes_is_not_stopped() -> None:
+    script = "import os; r, w = os.pipe(); os.write(1, b'x'); os.write(w, bytes(1 << 20))"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as writer:
+        call = Path(f"/proc/{writer.pid}/syscall")
+        wait_until(lambda: call.read_text().startswith("1 "))
+        assert threads.candidates(writer.pid) == []
+        writer.kill()

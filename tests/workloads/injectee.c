@@ -26,6 +26,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/select.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -186,6 +187,48 @@ static void epolls(void)
 	CHECK(epoll_wait(fd, &event, 1, 20) == 0);
 	CHECK(now_ns() - begun >= 20 * MS);
 	close(fd);
+}
+
+/* A receive with a timeout ends with EINTR for a signal, whatever that does. */
+static void receives(void)
+{
+	struct timeval timeout = { .tv_usec = 20000 };
+	int64_t begun = now_ns();
+	int ends[2];
+	char byte;
+
+	CHECK(!socketpair(AF_UNIX, SOCK_STREAM, 0, ends));
+	CHECK(!setsockopt(ends[0], SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout));
+	CHECK(recv(ends[0], &byte, 1, 0) == -1 && errno == EAGAIN);
+	CHECK(now_ns() - begun >= 19 * MS); /* jiffies */
+	close(ends[0]);
+	close(ends[1]);
+}
+
+/* glibc has all threads do it, and waits for each of them. */
+static void ids(void)
+{
+	CHECK(!setegid(getegid()));
+	usleep(500);
+}
+
+/* Memory that is written to for the first time, which a handler hears of. */
+static char *guarded;
+
+static void unguard(int number)
+{
+	(void)number;
+	mprotect(guarded, 4096, PROT_READ | PROT_WRITE);
+}
+
+static void guard(void)
+{
+	signal(SIGSEGV, unguard);
+	if (!guarded)
+		guarded = mmap(NULL, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	CHECK(!mprotect(guarded, 4096, PROT_READ));
+	*(volatile char *)guarded = 1;
+	usleep(500);
 }
 
 static void *writes(void *argument)
@@ -407,6 +450,7 @@ static const struct {
 	{ "thread", threads },	    { "handler", handler }, { "interrupted", interrupted },
 	{ "rest", rests },	    { "stuck", stuck },	    { "strict", strict },
 	{ "lend", lends },	    { "stacks", stacks },   { "map", map },
+	{ "receive", receives },    { "ids", ids },	    { "guard", guard },
 };
 
 #define KINDS (sizeof kinds / sizeof *kinds)
@@ -441,9 +485,13 @@ static void filter(const char *rule)
 			{ "trap=", SECCOMP_RET_TRAP },
 			{ "refuse=", SECCOMP_RET_ERRNO | EPERM },
 			{ "nosys=", SECCOMP_RET_ERRNO | ENOSYS } },
-	  calls[] = { { "clone3", SYS_clone3 },	      { "memfd_create", SYS_memfd_create },
-		      { "madvise", SYS_madvise },     { "mprotect", SYS_mprotect },
-		      { "ftruncate", SYS_ftruncate }, { "reboot", SYS_reboot } };
+	  calls[] = { { "clone3", SYS_clone3 },
+		      { "memfd_create", SYS_memfd_create },
+		      { "madvise", SYS_madvise },
+		      { "mprotect", SYS_mprotect },
+		      { "ftruncate", SYS_ftruncate },
+		      { "reboot", SYS_reboot },
+		      { "restart_syscall", SYS_restart_syscall } };
 	unsigned int answer = 0, call = 0;
 
 	for (size_t i = 0; i < sizeof answers / sizeof *answers; i++)
