@@ -233,12 +233,13 @@ test:  ## all checks and tests; BREADTH=1 BOOT="5.10 6.1" as CI runs them, which
 KERNELS :=
 BOOT_KERNELS := $(VENV)/bin/python tests/kernels/run.py
 
-# ENVIRONMENTS=1: one kernel on machines on which something is missing; WITH_BCC=1: the kernel
+# ENVIRONMENTS=1: one kernel on machines on which something is missing; SYSTEMD=1: one in which
+# systemd runs the agent; WITH_BCC=1: the kernel
 # programs are compiled inside.
 kernels:  ## boot distributions' kernels (KERNELS="5.10 6.1"; default: all) and record in each
 	$(needs_root)
 	$(MAKE_TARGET) setup-kernels
-	$(BOOT_KERNELS) $(if $(ENVIRONMENTS),--environments) $(if $(WITH_BCC),--with-bcc) $(KERNELS)
+	$(BOOT_KERNELS) $(if $(ENVIRONMENTS),--environments) $(if $(SYSTEMD),--systemd) $(if $(WITH_BCC),--with-bcc) $(KERNELS)
 
 unit: setup-test  ## the tests that need no root
 	@$(VENV)/bin/python -m pytest -m "not bpf" $(PYTEST)

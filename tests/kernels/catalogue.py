@@ -77,4 +77,5 @@ GUEST_PACKAGES = (
     "procps",
     "python3",
     "python3-bpfcc",
+    "systemd",
 )

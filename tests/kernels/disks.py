@@ -26,7 +26,7 @@ CHECKOUT = _HERE.parents[1]
 
 # What guests run: the sources, and the interpreter's environment less its largest development
 # tools, which nothing in a guest imports.
-_CHECKOUT_PARTS = ("agent", "bpf", "gpu", "tests", "pyproject.toml", ".venv")
+_CHECKOUT_PARTS = ("agent", "bpf", "gpu", "deploy", "tests", "pyproject.toml", ".venv")
 _LEFT_OUT = ("mypy", "*mypyc*", "ast_serialize", "clang_format", "ruff", "py-spy", "cache")
 
 # Drivers that are modules in some kernels and built into others.

@@ -1,21 +1,25 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # PID 1 of a guest: mounts what a distribution's systemd mounts and the other two disks, runs the
-# command of the third one, and switches the machine off.
+# command of the third one, and switches the machine off. Where the kernel's command line has
+# systemd.run="/guest-init job", PID 1 is systemd, of which `job` is then a service.
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 export HOME=/root LANG=C.UTF-8 TERM=dumb
-mount -t tmpfs none /tmp
-mount -t tmpfs none /run
-mount -t cgroup2 none /sys/fs/cgroup
-mount -t bpf none /sys/fs/bpf
-mount -t tracefs none /sys/kernel/tracing
-mount -t securityfs none /sys/kernel/security
-mkdir -p /dev/pts /dev/shm
-mount -t devpts none /dev/pts
-mount -t tmpfs none /dev/shm
-ln -s /proc/self/fd /dev/fd
-hostname guest
-ip link set lo up
+if [[ ${1:-} != job ]]; then
+	[[ $(< /proc/cmdline) != *systemd.run=* ]] || exec /lib/systemd/systemd
+	mount -t tmpfs none /tmp
+	mount -t tmpfs none /run
+	mount -t cgroup2 none /sys/fs/cgroup
+	mount -t bpf none /sys/fs/bpf
+	mount -t tracefs none /sys/kernel/tracing
+	mount -t securityfs none /sys/kernel/security
+	mkdir -p /dev/pts /dev/shm
+	mount -t devpts none /dev/pts
+	mount -t tmpfs none /dev/shm
+	ln -s /proc/self/fd /dev/fd
+	hostname guest
+	ip link set lo up
+fi
 
 mkdir -p /job
 mount -t ext4 /dev/vdc /job

@@ -33,6 +33,9 @@ _WORKLOADS = _HERE.parent / "workloads"
 # Its kernel.perf_event_paranoid has a level more than Linux has.
 _OF_ENVIRONMENTS = "6.8"
 
+# That of the guests' own distribution, for systemd as its users have it.
+_OF_SYSTEMD = "6.1"
+
 # Four times what a kernel takes on two free cores.
 _TIMEOUT_S = 16 * 60.0
 
@@ -119,6 +122,11 @@ def _arguments() -> argparse.Namespace:
         help="record in one kernel, but on machines on which something is missing",
     )
     parser.add_argument(
+        "--systemd",
+        action="store_true",
+        help="have systemd run the agent as a service, in one kernel",
+    )
+    parser.add_argument(
         "--tries",
         type=int,
         default=1,
@@ -152,6 +160,8 @@ def main() -> int:
             make_checkout_disk(checkout, not args.with_bcc)
             if args.environments:
                 return _run_environments([base, checkout])
+            if args.systemd:
+                return _run_service([base, checkout])
             chosen = args.kernels or KERNELS
             rows = [
                 _tried(args.tries, kernel, [base, checkout], programs, args.with_bcc)
@@ -190,6 +200,22 @@ def _run_environments(disks: list[Path]) -> int:
         )
         status = status or ended.status
     return status
+
+
+def _run_service(disks: list[Path]) -> int:
+    """Boots a kernel with systemd as PID 1, and the agent as a service."""
+    bootable = prepare_kernel(_OF_SYSTEMD, KERNELS[_OF_SYSTEMD], _CACHE)
+    print(f"{bootable.release}, systemd", flush=True)
+    ended = boot(
+        bootable,
+        disks,
+        [str(CHECKOUT / ".venv/bin/python"), str(_HERE / "service.py")],
+        {},
+        _CACHE / "runs/systemd",
+        timeout_s=_TIMEOUT_S,
+        kernel_arguments='systemd.run="/guest-init job"',
+    )
+    return ended.status
 
 
 def _tried(
