@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -26,6 +27,9 @@ from aiflame.agent.processes.table import Mapping as CodeMapping
 _CODE_ALIGNMENT = 16
 # asm/unistd_64.h, linux/kcmp.h
 _SYS_KCMP, _KCMP_VM = 312, 1
+
+# Another recorder that loads a library holds a thread for some milliseconds, again and again.
+_TRACED_S, _LOOK_S = 1.0, 0.005
 
 _RESTART = "restart it as: aiflame record -- COMMAND"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -59,9 +63,11 @@ def require_fit_process(pid: int) -> None:
     state = (procfs.status_field(pid, "State") or ["gone"])[0]
     if state in ("gone", "Z", "X"):
         raise InjectionRefused(f"process {pid} has ended")
-    tracer = (procfs.status_field(pid, "TracerPid") or ["0"])[0]
-    if tracer != "0":
-        name = procfs.comm(int(tracer)) or "a process of another namespace"
+    until_s = time.monotonic() + _TRACED_S
+    while (tracer := tracer_of(pid)) and time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
+    if tracer:
+        name = procfs.comm(tracer) or "a process of another namespace"
         raise InjectionRefused(
             f"process {pid} is being traced by {name} (process {tracer})",
             "end that debugger or tracer, then try again",
@@ -74,6 +80,11 @@ def require_fit_process(pid: int) -> None:
         raise InjectionRefused(
             f"process {pid} uses the memory of its parent (vfork)", "try again after its exec"
         )
+
+
+def tracer_of(tid: int) -> int:
+    """Returns who traces a thread, 0 for nobody."""
+    return int((procfs.status_field(tid, "TracerPid") or ["0"])[0])
 
 
 def require_fit_thread(pid: int, tid: int) -> None:

@@ -188,7 +188,10 @@ class Injection:
         why_held = "" if entry else self._ask_interpreter(library.name, build_id, data)
         if why_held is None:
             return Injected(was_there=False)
-        lent, tries = self._lend(found, f"/{library.name}", entry)
+        lending = self._lend(found, library.name, build_id, entry)
+        if lending is None:
+            return Injected(was_there=True)
+        lent, tries = lending
         try:
             is_back, result, task = requests.result_of(lent.head)
         except Overwritten as error:
@@ -236,8 +239,13 @@ class Injection:
                 return True
         return False
 
-    def _lend(self, found: Fitness, name: str, entry: str) -> tuple[Lent, int]:
-        """Lends one of the threads; returns what came of it, and how many were stopped."""
+    def _lend(
+        self, found: Fitness, name: str, build_id: str, entry: str
+    ) -> tuple[Lent, int] | None:
+        """Lends one of the threads; returns what came of it, and how many were stopped.
+
+        None where another recorder has loaded the library meanwhile.
+        """
         until_s = time.monotonic() + self._patience_s
         reasons: Counter[str] = Counter()
         pause_s = _SHORTEST_PAUSE_S
@@ -246,7 +254,8 @@ class Injection:
                 if time.monotonic() > until_s:
                     break
                 try:
-                    return self._lend_thread(tid, found, name, entry), reasons.total() + 1
+                    lent = self._lend_thread(tid, found, f"/{name}", entry)
+                    return lent, reasons.total() + 1
                 except TryAgain as reason:
                     reasons[str(reason)] += 1
             if time.monotonic() > until_s or not procfs.thread_ids(self._pid):
@@ -255,6 +264,8 @@ class Injection:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             fitness.require_fit_process(self._pid)
             self._table.read_mappings(self._image)
+            if self._has(name, build_id):
+                return None
             found = fitness.fitness_of(self._image, self._binaries, self._images, self._memory)
         words = "; ".join(f"{count} times {why}" for why, count in reasons.most_common(3))
         raise InjectionRefused(
@@ -297,7 +308,10 @@ class Injection:
         try:
             stopped = self.tracer.stop(tid, begins_anew=mode != _SECCOMP_OFF)
         except InjectionRefused:
-            # The same error stands for a thread that has ended, and for one that another traces.
+            # The same error stands for a thread that has ended, and for one that another traces,
+            # as a second recorder does for some milliseconds.
+            if fitness.tracer_of(tid):
+                raise TryAgain("another traces it") from None
             fitness.require_fit_process(self._pid)
             if (procfs.status_field(tid, "State") or _ENDED)[0] in _ENDED:
                 raise TryAgain("the thread has ended") from None

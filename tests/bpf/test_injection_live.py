@@ -280,12 +280,51 @@ def test_a_static_program_is_left_alone(
 def test_a_process_that_is_being_traced_is_left_alone(
     start: Callable[..., Program], libraries: Iterator[Path]
 ) -> None:
-    program, other = start("rest"), Tracer()
-    with other:
-        other.stop(program.pid)
+    script = """
+import sys
+from aiflame.agent.injection.tracer_worker import Tracee
+tracee = Tracee(int(sys.argv[1]), False)
+print("held", flush=True)
+input()
+"""
+    program = start("rest")
+    command = [sys.executable, "-c", script, str(program.pid)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
         with pytest.raises(InjectionRefused, match=rf"traced by .* \(process {other.pid}\)"):
             inject(program.pid, next(libraries), cache_dir())
     _inject(program.pid, next(libraries))
+    program.end()
+
+
+def test_a_process_that_another_recorder_holds_is_waited_for(
+    start: Callable[..., Program], libraries: Iterator[Path]
+) -> None:
+    program, other = start("alone", "nap"), Tracer()
+    with other:
+        other.stop(program.pid)
+        _inject(program.pid, next(libraries))
+    program.end()
+
+
+def test_what_another_recorder_has_loaded_meanwhile_is_not_loaded_again(
+    start: Callable[..., Program], libraries: Iterator[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, library = start("nap"), next(libraries)
+    with Injection(program.pid, cache_dir()) as injection:
+        candidates = threads.candidates
+
+        def meanwhile(pid: int) -> Sequence[int]:
+            monkeypatch.undo()
+            _inject(pid, library)
+            assert candidates(pid)
+            return []
+
+        monkeypatch.setattr(threads, "candidates", meanwhile)
+        assert injection.load(library).was_there
     program.end()
 
 
