@@ -95,6 +95,10 @@ _CONTROL = struct.Struct("<4s7I")
 _START = 1
 # A reading is a call into the driver, which takes milliseconds; two of them in each window.
 _READ_OUT_MS = 500
+# What is wanted is said again so often: another recorder may have asked for more, and was killed.
+_AGAIN_NS = 60_000_000_000
+# By one that wants more than another one has said again meanwhile: half a cycle of the helper's.
+_SOON_AGAIN_NS = 5_000_000_000
 # Where the header has the control pipe's descriptor.
 _CONTROL_FD = struct.Struct("<i")
 _CONTROL_FD_AT = 48
@@ -197,6 +201,12 @@ class Helper:
         self._times_left, self._cpu_left_s = _UNLIMITED, math.inf
         self._started_ns: int | None = None
         self._asked_permille: int | None = None  # of the time in which stalls are sampled
+        self._serialised_permille = 0
+        self._pipe = -1  # its descriptor there
+        self._tier = Tier.LAUNCHES
+        self._asked_ns = 0  # last
+        # What another recorder had asked for before this one began: 0 for nothing, or the same.
+        self._before_permille: int | None = None
         self._has_answered = False  # has said how far it comes since it was to begin
         self._is_left = False
         self._is_over = False  # its process, when it was left
@@ -211,32 +221,56 @@ class Helper:
     def start(self, tier: Tier, duty_permille: int, serialised_permille: int = 0) -> None:
         """Tells it to begin, once it can be told, or that another duty cycle is wanted.
 
-        It is on until the end.
+        It is on until the end. To be called often: what is wanted is said again from time to time,
+        as the last message of any recorder holds.
 
         Args:
             tier: The highest that is wanted.
             duty_permille: For how much of the time stalls are sampled.
             serialised_permille: For how much of it in windows that name launches.
         """
-        if self._asked_permille == duty_permille or self._is_over:
+        now_ns = time.monotonic_ns()
+        is_same = self._asked_permille == duty_permille
+        if self._is_over or (is_same and now_ns - self._asked_ns < self._again_ns):
             return
         data = self._memory.read(_CONTROL_FD.size, _CONTROL_FD_AT)
         if len(data) < _CONTROL_FD.size or self.told.hello is None or self.told.is_foreign:
             return  # its memory is not written yet
         is_first = self._started_ns is None
         if is_first:
-            self._started_ns = time.monotonic_ns()
+            self._started_ns = now_ns
             self.told.best = self.told.hello  # what another recording reached counts no more
-        (number,) = _CONTROL_FD.unpack(data)
-        message = _CONTROL.pack(
-            *(b"aifc", protocol.VERSION, _START, int(tier), duty_permille, 0, _READ_OUT_MS),
-            serialised_permille,
-        )
-        is_told = number >= 0 and self._memory.tell(number, message)
+        (self._pipe,) = _CONTROL_FD.unpack(data)
+        self._tier, self._serialised_permille = tier, serialised_permille
+        is_told = self._ask(duty_permille, serialised_permille)
         if is_told or is_first:
             self._asked_permille = duty_permille  # else the pipe was full: it is tried again
+        if is_told or is_first or is_same:
+            self._asked_ns = now_ns
+        if is_first and self.told.state is not None:
+            self._note_before(self.told.state)
         if is_first and not is_told:
             self._host.lose(LossKind.DEVICE_CONTROL_REFUSED)
+
+    def _note_before(self, state: State) -> None:
+        is_other = state.tier and state.duty_permille != self._asked_permille
+        self._before_permille = state.duty_permille if is_other else 0
+
+    @property
+    def _again_ns(self) -> int:
+        """After how long what is wanted is said again: soon where another one wants less."""
+        state, asked = self.told.state, self._asked_permille or 0
+        is_less = state is not None and bool(state.tier) and state.duty_permille < asked
+        # Of serialised windows no STATE tells.
+        return _SOON_AGAIN_NS if is_less or self._serialised_permille else _AGAIN_NS
+
+    def _ask(self, duty_permille: int, serialised_permille: int) -> bool:
+        """Writes a START into its pipe; returns whether it did."""
+        message = _CONTROL.pack(
+            *(b"aifc", protocol.VERSION, _START, int(self._tier), duty_permille, 0, _READ_OUT_MS),
+            serialised_permille,
+        )
+        return self._pipe >= 0 and self._memory.tell(self._pipe, message)
 
     def allow(self, facts: int, times: int = _UNLIMITED, cpu_s: float = math.inf) -> None:
         """Says what may be read until this is called again.
@@ -253,6 +287,10 @@ class Helper:
         """Wants nothing of it any more: it ends, unless another recorder wants it on."""
         self._is_over = self._memory.is_over()
         self._is_left = True
+        before, asked = self._before_permille, self._asked_permille
+        if (before or self._serialised_permille) and asked is not None and not self._is_over:
+            # Another recorder may be there, which has wished for none of what this one asked.
+            self._ask(before or asked, 0)
         self._memory.leave()
 
     @property
@@ -404,6 +442,8 @@ class Helper:
                     self.told.errors.setdefault(failed.error, failed)
             case Passing.STATE:
                 self.told.state = protocol.state(record)
+                if self._started_ns is not None and self._before_permille is None:
+                    self._note_before(self.told.state)  # the answer to the first START
                 self._now_ns = max(self._now_ns, self.told.state.at_ns)
             case Passing.SERIALISED:
                 self._take_window(protocol.serialised(record))

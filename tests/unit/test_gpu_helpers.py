@@ -155,6 +155,102 @@ def test_a_duty_cycle_that_finds_a_full_pipe_is_asked_for_again() -> None:
     assert not host.lost
 
 
+def _asked(memory: Memory) -> list[tuple[int, int]]:
+    """Returns duty and serialised windows of all messages, in permille."""
+    found = [struct.unpack("<4s7I", message) for message in memory.told]
+    return [(fields[4], fields[7]) for fields in found]
+
+
+def test_what_is_wanted_is_said_again_each_minute() -> None:
+    # GIVEN a recorder whose wish another one has changed, which was killed
+    memory, host = _sound(), Host()
+    helper = _helper(memory, host)
+    helper.read(0)
+    helper.start(Tier.STALLS, 125)
+    memory.state(2_000, 2, duty=125)
+    memory.state(3_000, 2, duty=1000)
+    helper.read(0)
+    # WHEN a minute has passed, THEN it is said again, once
+    for seconds, messages in ((50, 1), (11, 2), (0, 2), (60, 3)):
+        helper._asked_ns -= seconds * 10**9
+        helper.start(Tier.STALLS, 125)
+        assert _asked(memory) == [(125, 0)] * messages
+    # AND where the pipe is full then, it is said a minute later
+    memory.is_full = True
+    helper._asked_ns -= 60 * 10**9
+    helper.start(Tier.STALLS, 125)
+    memory.is_full = False
+    helper.start(Tier.STALLS, 125)
+    assert len(memory.told) == 3
+    assert not host.lost
+
+
+def test_one_that_wants_more_says_it_again_soon() -> None:
+    for duty, serialised in ((125, 0), (1000, 25)):
+        memory, host = _sound(), Host()
+        helper = _helper(memory, host)
+        helper.read(0)
+        helper.start(Tier.STALLS, 1000, serialised)
+        # GIVEN another recorder that has asked for less, or for no serialised windows
+        memory.state(2_000, 2, duty=duty)
+        helper.read(0)
+        for _ in range(3):
+            helper.start(Tier.STALLS, 1000, serialised)
+            assert len(memory.told) == 1
+        helper._asked_ns -= 5 * 10**9
+        for _ in range(3):
+            helper.start(Tier.STALLS, 1000, serialised)
+        assert _asked(memory) == [(1000, serialised)] * 2
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_who_comes_second_leaves_what_it_has_found(is_answered: bool) -> None:
+    # GIVEN a helper that another recorder has on, as it tells before this one begins or by answer
+    memory, host = _sound(), Host()
+    helper = _helper(memory, host)
+    if not is_answered:
+        memory.state(2_000, 2, duty=125)
+    helper.read(0)
+    helper.start(Tier.STALLS, 1000, 25)
+    if is_answered:
+        memory.state(2_000, 1, duty=125)
+    memory.state(3_000, 2, duty=1000)
+    helper.read(1)
+    # WHEN it leaves, THEN that is asked for before the pipe is closed
+    told: list[tuple[int, int]] = []
+    memory.on_leave = lambda: told.extend(_asked(memory))
+    helper.leave()
+    assert told == [(1000, 25), (125, 0)]
+
+
+@pytest.mark.parametrize("before", [None, 0, 1000])
+def test_who_found_it_off_or_as_it_wanted_it_only_leaves(before: int | None) -> None:
+    memory, host = _sound(), Host()
+    helper = _helper(memory, host)
+    if before is not None:
+        memory.state(2_000, 2 if before else 0, duty=before)
+    helper.read(0)
+    helper.start(Tier.STALLS, 1000)
+    memory.state(3_000, 2, duty=1000)
+    helper.read(1)
+    helper.leave()
+    assert _asked(memory) == [(1000, 0)]
+
+
+def test_who_came_first_leaves_nothing_of_its_own_behind() -> None:
+    # GIVEN an agent that wants less after a while, as more would cost too much
+    memory, host = _sound(), Host()
+    helper = _helper(memory, host)
+    helper.read(0)
+    helper.start(Tier.STALLS, 1000)
+    memory.state(2_000, 2, duty=1000)
+    helper.read(1)
+    helper.start(Tier.STALLS, 125)
+    # WHEN it leaves, THEN what it wanted first is not asked for
+    helper.leave()
+    assert _asked(memory) == [(1000, 0), (125, 0)]
+
+
 def test_a_period_that_is_none_is_refused() -> None:
     memory, host = _sound(), Host()
     memory.stalls(1_500, 2_000, (1, 16, 0, 1, 0, 0, 3), period=1 << 63)

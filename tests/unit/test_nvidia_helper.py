@@ -21,16 +21,18 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from aiflame.agent.losses import LossKind
+from aiflame.agent.model.gpu import Tier
 from aiflame.gpu.helpers import Helper
 from aiflame.gpu.protocol import HelperError, HelperLoss, HelperTier, Why
 from breadth import cases
 from helper_memory import Host
-from nvidia_helper import BLOCK_NS, SAMPLES_OF_BLOCK, Target, Told, build
+from nvidia_helper import BLOCK_NS, SAMPLES_OF_BLOCK, Control, Target, Told, build
 from support import wait_until
 
 _ALL = "tier=2,read-out=20"
 # A context, a module with two kernels, and a stream beside the default one.
 _SETUP = ("init", "context 0", "module 1000", "function 0 scale", "function 0 fill", "stream")
+_RING_BYTES = 4 << 20
 _STALL = "smsp__pcsamp_warps_issue_stalled_"
 
 
@@ -370,6 +372,59 @@ def test_samples_of_other_duty_cycles_stand_for_all_of_the_time(tmp_path: Path) 
                 truth = blocks * SAMPLES_OF_BLOCK if duty else 0
                 assert _sampled(host) - before == pytest.approx(truth, rel=0.15), duty
     assert _is_sound(target.told)
+
+
+def _ring_head(target: Target) -> int:
+    return int.from_bytes(target.find_memory().read(8, 24), "little")
+
+
+class _Piped:
+    """The memory of a target, as a recorder has it."""
+
+    process = 0
+
+    def __init__(self, target: Target, control: Control) -> None:
+        self.read = target.find_memory().read
+        self._control = control
+
+    def tell(self, _number: int, message: bytes) -> bool:
+        return os.write(self._control.pipe, message) == len(message)
+
+    def is_over(self) -> bool:
+        return False
+
+    def leave(self) -> None:
+        self._control.close()
+
+
+def test_who_comes_second_leaves_what_the_first_has_asked_for(tmp_path: Path) -> None:
+    # GIVEN a recorder that samples a tenth of the time, and a ring that has gone round since
+    folder = build(tmp_path, "-DDUTY_NS=200000000ull", "-DWINDOWS_NS=200000000ull")
+    with Target(folder, gpu="tier=2,duty=1000,read-out=20") as target:
+        target.obey(*_SETUP)
+        with target.control() as first, target.control() as second:
+            first.start(duty=100)
+            target.read_until(partial(_has_duty, 100))
+            while _ring_head(target) < _RING_BYTES:
+                target.obey("launch 0 1 20000 0", "sync")
+                target.read()
+            # WHEN another one samples always, with serialised windows
+            helper = Helper(
+                cast(Any, _Piped(target, second)), cast(Any, Host()), lambda _: 0, _is_part, 0
+            )
+            helper.read(0)
+            assert helper.told.state is None
+            helper.start(Tier.STALLS, 1000, 200)
+            target.read_until(partial(_has_duty, 1000))
+            target.read_until(lambda told: told.windows)
+            helper.read(1)
+            # THEN its end is that of what it asked for
+            helper.leave()
+            target.read_until(partial(_has_duty, 100))
+            windows = len(target.read().windows)
+            cycles = len(target.told.states) + 6
+            target.read_until(lambda told: len(told.states) > cycles)
+            assert len(target.told.windows) <= windows + 1
 
 
 def test_graphs_and_modules_without_end_leave_room_for_names(tmp_path: Path) -> None:

@@ -522,6 +522,9 @@ static void start(const struct control *asked)
 		helper.start_asked = *asked;
 		return;
 	}
+	/* Who asks for something else puts this back in the end: another recorder may want it. */
+	if (helper.is_on && helper.is_subscribed)
+		put_state(WHY_ASKED);
 	if (is_other && !is_ended_by_driver() && helper.is_subscribed)
 		unsubscribe();
 	helper.asked = *asked;
