@@ -30,6 +30,7 @@ from aiflame.agent.allocator import map_large_blocks
 from aiflame.agent.capture.schema import FACT_PREFIX
 from aiflame.agent.capture.segment import BadSegment
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.devices.choice import NONE
 from aiflame.agent.errors import AiflameError, DiskFull, EnvironmentUnfit
 from aiflame.agent.fleet.capture_choice import Choice, choose, directory_of, live_processes
 from aiflame.agent.fleet.capture_request import CaptureRequest, done, refusal, say
@@ -194,6 +195,7 @@ class _Job:
         command = [
             *(sys.executable, "-m", "aiflame.agent", "record", "-q", *target),
             *("-d", f"{seconds:.3f}s", "-F", str(request.frequency_hz), "--gpu", settings.gpu),
+            *(["--gpu-duty", f"{settings.gpu_duty_percent:g}"] if settings.gpu != NONE else []),
             *([] if settings.inject else ["--no-inject"]),
             *("-o", str(self.database), "-f", "aiflame"),
         ]
