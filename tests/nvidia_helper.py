@@ -49,7 +49,7 @@ HELPER = ROOT / "gpu/nvidia/helper"
 
 _CONTROL = struct.Struct("<8I")
 _MAGIC, _START, _STOP = 0x63666961, 1, 2
-_MEMFD = "/memfd:aiflame-"
+MEMFD = "/memfd:aiflame-"
 # memory_header.control_fd
 _CONTROL_FD = struct.Struct("<i")
 _CONTROL_FD_AT = 48
@@ -153,7 +153,7 @@ class Memory:
     process = 0
 
     def __init__(self, pid: int) -> None:
-        line = next(line for line in _maps(pid) if _MEMFD in line)
+        line = next(line for line in _maps(pid) if MEMFD in line)
         begin = int(line.split("-")[0], 16)
         self._base = 0
         try:
@@ -195,7 +195,7 @@ class Helped:
 
     def find_memory(self) -> Memory:
         if self._memory is None:
-            wait_until(lambda: any(_MEMFD in line for line in _maps(self.pid)))
+            wait_until(lambda: any(MEMFD in line for line in _maps(self.pid)))
             self._memory = Memory(self.pid)
             host = cast(Host, self.told)
             self._ring = RingReader(self._memory, host)

@@ -6,6 +6,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -84,6 +85,21 @@ static int make_parent_page(void)
 bool memory_is_ours(void)
 {
 	return is_parent && *is_parent;
+}
+
+bool memory_is_there(const char *name)
+{
+	char wanted[64], line[4096];
+	FILE *maps = fopen("/proc/self/maps", "re");
+	bool is_there = false;
+
+	if (!maps)
+		return false;
+	snprintf(wanted, sizeof(wanted), " /memfd:%s (deleted)\n", name);
+	while (!is_there && fgets(line, sizeof(line), maps))
+		is_there = strstr(line, wanted);
+	fclose(maps);
+	return is_there;
 }
 
 static int map_memory(int fd)

@@ -26,6 +26,12 @@ struct part {
 /* With its zero. */
 struct part part_of_text(const char *text);
 
+/*
+ * Whether another copy of the library has made it in this process; false where that cannot be known.
+ * A child that was forked has its parent's library, and no memory: there another copy is the first.
+ */
+bool memory_is_there(const char *name);
+
 /* Makes it, without a magic: returns 0, or an errno. */
 int memory_make(const char *name);
 

@@ -26,7 +26,16 @@ from aiflame.gpu.helpers import Helper
 from aiflame.gpu.protocol import HelperError, HelperLoss, HelperTier, Why
 from breadth import cases
 from helper_memory import Host
-from nvidia_helper import BLOCK_NS, SAMPLES_OF_BLOCK, Control, Target, Told, build
+from nvidia_helper import (
+    BLOCK_NS,
+    MEMFD,
+    SAMPLES_OF_BLOCK,
+    Control,
+    Helped,
+    Target,
+    Told,
+    build,
+)
 from support import wait_until
 
 _ALL = "tier=2,read-out=20"
@@ -970,6 +979,75 @@ def test_a_child_is_silent_and_harms_nothing(standin: Path) -> None:
             told = target.read_until(_has_times(100))
     assert told.durations_ns() == {"scale": 100 * BLOCK_NS}
     assert _is_sound(told)
+
+
+def _copy(standin: Path, folder: Path) -> Path:
+    return Path(shutil.copy(standin / "libaiflame-nvidia.so", folder / "libaiflame-nvidia.so"))
+
+
+def _memories(pid: int) -> int:
+    return Path(f"/proc/{pid}/maps").read_text().count(MEMFD)
+
+
+@pytest.mark.parametrize("way", ["preloaded", "by the driver", "loaded late"])
+def test_of_two_copies_in_a_process_the_first_tells(
+    standin: Path, tmp_path: Path, way: str
+) -> None:
+    # GIVEN a process into which two recorders have loaded a copy each
+    first, second = standin / "libaiflame-nvidia.so", _copy(standin, tmp_path)
+    preloaded = [first, second] if way == "preloaded" else [second]
+    variables = {"LD_PRELOAD": ":".join(map(str, preloaded))}
+    gpu = _ALL if way == "by the driver" else None
+    with Target(standin, gpu=gpu, environment=variables) as target:
+        target.obey(*_SETUP)
+        if way == "loaded late":
+            assert target.obey(f"load {first}") == 1
+        # THEN there is one memory, one thread and one pipe
+        told = target.read_until(lambda told: told.hellos)
+        maps = Path(f"/proc/{target.pid}/maps").read_text()
+        assert str(first) in maps and str(second) in maps
+        assert _memories(target.pid) == 1
+        assert len([*Path(f"/proc/{target.pid}/task").iterdir()]) == 2
+        assert len([*Path(f"/proc/{target.pid}/fd").iterdir()]) == 3 + 3
+        # AND what is launched is told once, and no other profiler is seen
+        with target.control() as control:
+            control.start()
+            target.read_until(lambda told: told.tier >= HelperTier.TIMES)
+            target.obey("launch 0 100 10 0", "sync")
+            target.read_until(_has_times(10))
+    assert told.durations_ns() == {"scale": 1000 * BLOCK_NS}
+    assert _is_sound(told)
+
+
+_FORKING = """
+import ctypes, os, sys
+ctypes.CDLL(sys.argv[1])
+if not (child := os.fork()):
+    ctypes.CDLL(sys.argv[2])
+print(child, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_in_a_child_another_copy_is_the_first(standin: Path, tmp_path: Path) -> None:
+    # GIVEN a child that was forked, whose helper is its parent's and tells nothing
+    paths = standin / "libaiflame-nvidia.so", _copy(standin, tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", _FORKING, *paths],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        numbers = [int(parent.stdout.readline()), int(parent.stdout.readline())]
+        # WHEN another copy is loaded there, THEN it tells
+        child = Helped(max(numbers))
+        try:
+            child.read_until(lambda told: told.hellos)
+            assert [_memories(pid) for pid in (parent.pid, child.pid)] == [1, 1]
+        finally:
+            child.close()
+            parent.stdin.close()
 
 
 def test_two_hundred_threads_that_launch(standin: Path) -> None:

@@ -1024,7 +1024,11 @@ __attribute__((constructor)) static void begin(void)
 {
 	int control_fd;
 
-	if (memory_make(MEMORY_NAME))
+	/*
+	 * Recorders that come at the same time load a copy each: the first is everybody's. None is made
+	 * in between, as the loader is locked.
+	 */
+	if (memory_is_there(MEMORY_NAME) || memory_make(MEMORY_NAME))
 		return;
 	/* The thread writes as soon as it may: not before there is a memory. */
 	pthread_mutex_lock(&lock);
