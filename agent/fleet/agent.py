@@ -8,6 +8,7 @@ and sends them (`worker`). Whatever fails there, what was recorded is on disk, a
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import platform
 import signal
@@ -25,6 +26,7 @@ from aiflame.agent.allocator import PagesOfFiles, give_back_freed_memory, map_la
 from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
 from aiflame.agent.devices.choice import AUTO, NONE, ChooseFamilies
 from aiflame.agent.errors import AiflameError, DiskFull, EnvironmentUnfit
+from aiflame.agent.fleet.capture_processes import CaptureProcesses
 from aiflame.agent.fleet.capture_server import CaptureServer
 from aiflame.agent.fleet.config import (
     MOST_LEFT_OUT,
@@ -215,6 +217,7 @@ def run_agent(
         end_in_time(signals, log)
         cgroups = _cgroups()
         steers = _steers(settings, cgroups)
+        capture_processes = CaptureProcesses()
         recorder = parts.enter_context(
             Recorder(
                 target,
@@ -227,7 +230,7 @@ def run_agent(
                 ),
                 steers=steers,
                 least_round_ns=_ROUND_NS,
-                helpers_cpu_ns=procfs.helpers_cpu_ns,
+                helpers_cpu_ns=capture_processes.others_cpu_ns,
                 window_ns=_WINDOW_NS,
                 libraries=() if prepared is None else prepared.files,
             )
@@ -245,13 +248,15 @@ def run_agent(
                 log.say(str(error))
         captures: CaptureServer | None = None
         try:
-            captures = CaptureServer(config, log, lambda: _bring_newest(recorder, vitals))
+            bring_newest = functools.partial(_bring_newest, recorder, vitals)
+            captures = CaptureServer(config, log, capture_processes, bring_newest)
         except AiflameError as error:  # it records without it
             log.say(str(error))
         agent = _Agent(
             *(config, reload, recorder, signals, stretches, facts, log, vitals, captures, steers),
             prepared,
             server,
+            capture_processes,
         )
         parts.callback(agent.close)
         give_back_freed_memory()  # programs and tables are in the kernel
@@ -354,8 +359,10 @@ class _Agent:
         steers: CostController | None,
         prepared: PreparedHelpers | None,
         server: ForkServer,
+        capture_processes: CaptureProcesses,
     ) -> None:
         self._config = config
+        self._capture_processes = capture_processes
         self._server = server
         self._prepared = prepared
         self._steers = steers
@@ -601,7 +608,9 @@ class _Agent:
         """Has less kept where all processes together have more than they may for long, or more."""
         self._vitals.note_cpu(sum(map(procfs.cpu_s, (os.getpid(), *procfs.begun()))))
         naming, limit = self._naming, self._config.agent.memory
-        use = measure(None if naming is None else naming.pid, self._recorder.tables.kernel_bytes)
+        naming_pid = None if naming is None else naming.pid
+        table_bytes = self._recorder.tables.kernel_bytes
+        use = measure(naming_pid, table_bytes, self._capture_processes)
         self._vitals.note_memory(use, limit)
         if self._memory.look(use, limit) and naming is not None:
             naming.tell(less=True)

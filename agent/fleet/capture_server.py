@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiflame.agent.errors import AiflameError, UsageError
+from aiflame.agent.fleet.capture_processes import CaptureProcesses
 from aiflame.agent.fleet.capture_request import (
     MAX_REQUEST_BYTES,
     CaptureRequest,
@@ -61,7 +62,8 @@ class CaptureServer:
 
     Args:
         config: Of the agent.
-        log: Takes a line for each request.
+        log: Takes a line for each request, and one for its end.
+        processes: Told apart from the agent's own are those that make captures.
         bring_newest: Has what was recorded until now be on disk, if it can.
 
     Raises:
@@ -69,10 +71,15 @@ class CaptureServer:
     """
 
     def __init__(
-        self, config: AgentConfig, log: Log, bring_newest: Callable[[], None] = lambda: None
+        self,
+        config: AgentConfig,
+        log: Log,
+        processes: CaptureProcesses,
+        bring_newest: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._log = log
+        self._processes = processes
         self._bring_newest = bring_newest
         self._running: _Running | None = None
         self._is_closed = False
@@ -125,15 +132,24 @@ class CaptureServer:
         running = self._running
         if running is None:
             return
-        code = running.process.poll()
-        if code is None:
+        self._wait(running)
+        if running.process.returncode is None:
             if time.monotonic() < running.until_s:
                 return
             self._log.say(f"capture of {running.words}: ended, as it got nowhere")
             self._end(running)
-        elif code == -signal.SIGKILL:  # which is not how it ends by itself
-            self._log.say(f"capture of {running.words}: killed, as where memory runs out")
         self._running = None
+
+    def _wait(
+        self, running: _Running, timeout_s: float = 0, *, is_told_to_end: bool = False
+    ) -> None:
+        took_s = self._processes.wait(running.process, timeout_s)
+        if took_s is None:
+            return
+        # By itself it ends otherwise.
+        is_killed = running.process.returncode == -signal.SIGKILL and not is_told_to_end
+        how = "killed, as where memory runs out" if is_killed else "over"
+        self._log.say(f"capture of {running.words}: {how}; it took {took_s:.1f} s of CPU time")
 
     def _end(self, running: _Running) -> None:
         process = running.process
@@ -141,8 +157,8 @@ class CaptureServer:
             with suppress(OSError):
                 # What it has started is in its group, until both have ended.
                 os.killpg(process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_ENDING_S)
+            self._wait(running, _ENDING_S, is_told_to_end=True)
+            if process.returncode is not None:
                 return
 
     def _serve(self, connection: socket.socket) -> None:
@@ -185,9 +201,7 @@ class CaptureServer:
                 "ask for less, or set its `capture_length`",
             )
         if self._running is not None:
-            with suppress(subprocess.TimeoutExpired):
-                # One that has answered is about to end.
-                self._running.process.wait(_ENDING_S)
+            self._wait(self._running, _ENDING_S)  # one that has answered is about to end
         self._reap()
         if self._running is not None:
             since_s = time.monotonic() - self._running.begun_s
@@ -199,7 +213,7 @@ class CaptureServer:
         if request.last_ns:
             self._bring_newest()
         job = {"request": json.loads(request.message()), "config": self._config.plain()}
-        process = _started(connection, job)
+        process = self._processes.begin(lambda: _started(connection, job))
         now_s = time.monotonic()
         until_s = now_s + request.duration_ns / 1e9 + _GRACE_S
         self._running = _Running(process, words, now_s, until_s)

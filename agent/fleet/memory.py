@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much memory an agent has, and when that is more than its budget.
 
-There are three budgets. `memory` is for all of the agent's processes, for long: where they have
-more, less is kept, until there is room again. `helper_memory` is a limit of the kernel's for each
-process that reads files, for a moment: what needs more is refused, and counted. `unwind_memory` is
-for tables in the kernel: what has no room there is counted.
+There are three budgets. `memory` is for all of the agent's processes but those that make captures,
+for long: where they have more, less is kept, until there is room again. `helper_memory` is a limit
+of the kernel's for each process that reads files, for a moment: what needs more is refused, and
+counted. `unwind_memory` is for tables in the kernel: what has no room there is counted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
+from aiflame.agent.fleet.capture_processes import CaptureProcesses
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.processes import procfs
 
@@ -38,16 +39,18 @@ class MemoryUse:
         naming: Of the one that names and sends.
         helpers: Of all that these have started.
         kernel: Of maps, and of the tables in them.
+        captures: Of processes that make captures on request, which the budget is not for.
     """
 
     collector: int
     naming: int
     helpers: int
     kernel: int
+    captures: int = 0
 
     @property
     def processes(self) -> int:
-        """Of all processes."""
+        """Of all processes that the budget is for."""
         return self.collector + self.naming + self.helpers
 
     def parts(self) -> dict[str, int]:
@@ -55,7 +58,7 @@ class MemoryUse:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def measure(naming: int | None, table_bytes: int) -> MemoryUse:
+def measure(naming: int | None, table_bytes: int, captures: CaptureProcesses) -> MemoryUse:
     """Returns what this process, the one that names, their children and maps have.
 
     Takes some milliseconds.
@@ -63,14 +66,16 @@ def measure(naming: int | None, table_bytes: int) -> MemoryUse:
     Args:
         naming: Pid of the process that names, None where there is none.
         table_bytes: Of tables in the kernel, whose maps have no descriptors.
+        captures: Which of the children are none of the agent's own.
     """
-    children = [pid for pid in procfs.begun() if pid != naming]
+    children = [pid for pid in captures.others() if pid != naming]
     return MemoryUse(
         _resident_bytes(os.getpid())
         - mapped_maps_bytes(procfs.read_lines("/proc/self/smaps", _MAX_MAPPINGS_BYTES)),
         0 if naming is None else _resident_bytes(naming),
         sum(map(_resident_bytes, children)),
         _map_bytes() + table_bytes,
+        sum(map(_resident_bytes, captures.begun())),
     )
 
 

@@ -188,7 +188,8 @@ class Vitals:
                 ("stretches_lost", "Those that could not be.", self._stretches_lost),
                 (
                     "self_cpu_seconds",
-                    "CPU time of the agent's processes, looked at once a minute.",
+                    "CPU time of the agent's processes, those that make captures included, looked"
+                    " at once a minute.",
                     self._cpu_s,
                 ),
             ):
@@ -252,14 +253,17 @@ class Vitals:
             memory.add_metric([part], size)
         yield memory
         yield GaugeMetricFamily(
-            "aiflame_resident_bytes", "What its processes have.", self._memory.processes
+            "aiflame_resident_bytes",
+            "What its processes have, those that make captures included.",
+            self._memory.processes + self._memory.captures,
         )
         yield GaugeMetricFamily(
             "aiflame_map_bytes", "What its maps have in the kernel.", self._memory.kernel
         )
         yield GaugeMetricFamily(
             "aiflame_memory_limit_bytes",
-            "The budget of all but the kernel's part: with more for long, less is kept.",
+            "The budget of all but the parts of the kernel and of captures: with more for long,"
+            " less is kept.",
             self._memory_limit,
         )
 

@@ -231,12 +231,17 @@ def process_ids() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
-def descendants(pids: Collection[int]) -> list[int]:
-    """Returns the living children of processes, and theirs, without this process and its own."""
+def descendants(pids: Collection[int], apart: Collection[int] = ()) -> list[int]:
+    """Returns the living children of processes, and theirs, without this process and its own.
+
+    Args:
+        pids: Of the processes.
+        apart: Those that are left out as well, with all that are below them.
+    """
     children: dict[int, list[int]] = {}
     for pid in process_ids():
         children.setdefault(parent_pid(pid), []).append(pid)
-    seen = {*pids, os.getpid()}
+    seen = {*pids, *apart, os.getpid()}
     found: list[int] = []
     parents = [*pids]
     while parents:
@@ -266,26 +271,40 @@ def cpu_s(pid: int) -> float:
     return sum(map(int, _stat(pid)[_TIMES])) / os.sysconf("SC_CLK_TCK")
 
 
-def begun() -> list[int]:
+def begun(apart: Collection[int] = ()) -> list[int]:
     """Returns the processes that this one has begun, and those that they have.
+
+    Args:
+        apart: Those that are left out, with all that they have begun.
+    """
+    return begun_by([os.getpid()], apart)
+
+
+def begun_by(parents: Collection[int], apart: Collection[int] = ()) -> list[int]:
+    """Returns the processes that some have begun, and those that they have, as above.
 
     It is asked of those alone (/proc/PID/task/TID/children, v4.2, CONFIG_PROC_CHILDREN): to look
     through all processes of a host takes too long, and is for kernels without such files.
     """
-    found = [os.getpid()]
     if not Path("/proc/thread-self/children").exists():
-        return descendants(found)
+        return descendants(parents, apart)
+    found = [*parents]
     for parent in found:
         for tid in thread_ids(parent):
             children = read_lines(f"/proc/{parent}/task/{tid}/children")
-            found += [int(pid) for line in children for pid in line.split()]
-    return found[1:]
+            pids = (int(pid) for line in children for pid in line.split())
+            found += [pid for pid in pids if pid not in apart]
+    return found[len(parents) :]
 
 
-def helpers_cpu_ns() -> int:
-    """Returns the CPU time of all that this process has begun, also of what has ended."""
+def helpers_cpu_ns(apart: Collection[int] = ()) -> int:
+    """Returns the CPU time of all that this process has begun, also of what has ended.
+
+    Args:
+        apart: Those that are left out while they live, with all that they have begun.
+    """
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return round((ended.ru_utime + ended.ru_stime + sum(map(cpu_s, begun()))) * 1e9)
+    return round((ended.ru_utime + ended.ru_stime + sum(map(cpu_s, begun(apart)))) * 1e9)
 
 
 def start_ticks(pid: int) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet import capture_server
+from aiflame.agent.fleet.capture_processes import CaptureProcesses
 from aiflame.agent.fleet.capture_request import (
     MAX_ANSWER_BYTES,
     MAX_REQUEST_BYTES,
@@ -31,6 +33,7 @@ from aiflame.agent.fleet.capture_request import (
 from aiflame.agent.fleet.capture_server import CaptureServer
 from aiflame.agent.fleet.config import AgentConfig, AgentSettings
 from aiflame.agent.fleet.log import Log
+from aiflame.agent.processes import procfs
 from support import wait_until
 
 # Makes no capture: it says who it is, and ends when the client does, or says that it may.
@@ -40,6 +43,20 @@ client = socket.socket(fileno=int(sys.argv[1]))
 client.setblocking(True)
 client.send(b'{"say": "%d"}' % os.getpid())
 client.recv(100)
+"""
+# As that, after a process of its own and itself have computed for 0.3 s each; it ends at a byte.
+_BUSY_WORKER = """
+import os, socket, subprocess, sys, time
+burn = "import time\\nwhile time.process_time() < 0.3: pass"
+client = socket.socket(fileno=int(sys.argv[1]))
+client.setblocking(True)
+alive = subprocess.Popen([sys.executable, "-S", "-c", burn + "\\nprint(flush=True)\\ninput()"],
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+alive.stdout.readline()
+exec(burn)
+client.send(b'{"say": "%d"}' % os.getpid())
+client.recv(100)
+alive.communicate(b"\\n")
 """
 _PATIENCE_S = 20.0
 _REQUEST = CaptureRequest(is_all=True, last_ns=10**9)
@@ -59,7 +76,7 @@ def server(config: AgentConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cap
     monkeypatch.setattr(capture_server, "_REQUEST_S", 0.3)
     with (
         Path(os.devnull).open("w") as log,
-        closing(CaptureServer(config, Log(log.fileno()))) as made,
+        closing(CaptureServer(config, Log(log.fileno()), CaptureProcesses())) as made,
     ):
         yield made
 
@@ -246,7 +263,7 @@ def test_the_newest_is_brought_for_whom_it_is_on_disk(
 ) -> None:
     monkeypatch.setattr(capture_server, "COMMAND", (sys.executable, "-c", _WORKER))
     asked: list[None] = []
-    with closing(CaptureServer(config, Log(), lambda: asked.append(None))):
+    with closing(CaptureServer(config, Log(), CaptureProcesses(), lambda: asked.append(None))):
         with _client(config) as client:
             client.send(request_.message())
             assert json.loads(client.recv(1 << 16))["say"]
@@ -258,7 +275,10 @@ def test_one_that_is_killed_is_told_of(
 ) -> None:
     monkeypatch.setattr(capture_server, "COMMAND", (sys.executable, "-c", _WORKER))
     log = tmp_path / "log"
-    with log.open("w") as file, closing(CaptureServer(config, Log(file.fileno()))):
+    with (
+        log.open("w") as file,
+        closing(CaptureServer(config, Log(file.fileno()), CaptureProcesses())),
+    ):
         with _client(config) as client:
             client.send(_REQUEST.message())
             os.kill(int(json.loads(client.recv(1 << 16))["say"]), signal.SIGKILL)
@@ -292,7 +312,7 @@ def test_a_socket_that_a_killed_agent_has_left_is_replaced(
     with closing(left), InDirectory(config.agent.directory) as path:
         left.bind(str(path))
     monkeypatch.setattr(capture_server, "COMMAND", (sys.executable, "-c", _WORKER))
-    with closing(CaptureServer(config, Log())):
+    with closing(CaptureServer(config, Log(), CaptureProcesses())):
         assert _serves(config)
 
 
@@ -310,3 +330,47 @@ def test_requests_are_checked_where_they_are_made(
     assert CaptureRequest.parse(_REQUEST.message()) == _REQUEST
     with pytest.raises(UsageError):
         CaptureRequest.parse(change(_REQUEST).message())
+
+
+def test_what_captures_take_is_not_taken_for_the_agents_own(
+    config: AgentConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(capture_server, "COMMAND", (sys.executable, "-c", _BUSY_WORKER))
+    processes, log = CaptureProcesses(), tmp_path / "log"
+    all_before_ns, before_ns = procfs.helpers_cpu_ns(), processes.others_cpu_ns()
+    with (
+        log.open("w") as file,
+        closing(CaptureServer(config, Log(file.fileno()), processes)),
+        _client(config) as client,
+    ):
+        # WHEN a capture and a child of it compute
+        client.send(_REQUEST.message())
+        pid = int(json.loads(client.recv(1 << 16))["say"])
+        # THEN it is not counted while they live
+        assert pid in processes.begun() and len(processes.begun()) == 2
+        assert not {*processes.begun()} & {*processes.others()}
+        assert procfs.helpers_cpu_ns() - all_before_ns > 500_000_000
+        assert processes.others_cpu_ns() - before_ns < 100_000_000
+        # AND when they have ended; the kernel counts in hundredths of a second.
+        client.send(b"end")
+        wait_until(lambda: "; it took " in log.read_text(), _PATIENCE_S)
+    assert processes.begun() == []
+    assert procfs.helpers_cpu_ns() - all_before_ns > 500_000_000
+    assert -50_000_000 < processes.others_cpu_ns() - before_ns < 100_000_000
+    # AND it is told.
+    took = re.search(r": over; it took ([0-9.]+) s of CPU time", log.read_text())
+    assert took is not None
+    assert 0.5 < float(took[1]) < 5
+
+
+def test_others_are_counted_while_a_capture_is_made(
+    config: AgentConfig, server: CaptureServer
+) -> None:
+    processes = server._processes
+    before_ns = processes.others_cpu_ns()
+    burn = "import time\nwhile time.process_time() < 0.3: pass"
+    with _client(config) as client:
+        client.send(_REQUEST.message())
+        client.recv(1 << 16)
+        subprocess.run([sys.executable, "-S", "-c", burn], check=True)
+        assert processes.others_cpu_ns() - before_ns > 280_000_000

@@ -104,7 +104,7 @@ def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals)
     vitals.note_report({"done": "x", "sinks": _SINKS, "losses": {"stack_lost": 2}})
     vitals.note_report({"done": "y", "losses": {"stack_lost": 1, "naming_behind": 40}})
     vitals.note_report({"lost": "z", "containers": 9, "unresolved_containers": 2})
-    vitals.note_memory(MemoryUse(1, 2, 3, 4), 150)
+    vitals.note_memory(MemoryUse(1, 2, 3, 4, 5), 150)
     vitals.note_cpu(2.5)
     vitals.note_cpu(0.25)  # what an orphan took is in no sum any more
     vitals.note_cpu(1.25)
@@ -123,7 +123,7 @@ def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals)
     assert found["aiflame_lost_total", "naming_behind"] == 40
     assert sum(metric == "aiflame_lost_total" for metric, *_ in found) == 2
     assert found["aiflame_self_cpu_seconds_total",] == 3.5
-    assert found["aiflame_resident_bytes",] == 6 and found["aiflame_map_bytes",] == 4
+    assert found["aiflame_resident_bytes",] == 11 and found["aiflame_map_bytes",] == 4
     assert found["aiflame_duty_ratio",] == 0.125
     assert found["aiflame_thrift",] == 4
     assert found["aiflame_short_lived_joined",] == 1

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import cast
 
 import pytest
+from aiflame.agent.fleet.capture_processes import CaptureProcesses
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.memory import MemoryBudget, MemoryUse, mapped_maps_bytes, measure
 from aiflame.agent.fleet.vitals import Vitals
@@ -43,16 +44,34 @@ def children() -> Iterator[list[int]]:
 
 
 def test_each_part_has_its_own(children: list[int]) -> None:
-    before = measure(children[0], 5 * _MB)
+    before = measure(children[0], 5 * _MB, CaptureProcesses())
     assert 60 * _MB < before.naming < 75 * _MB
     assert 30 * _MB < before.helpers < 75 * _MB  # with what other tests have left
     assert before.kernel >= 5 * _MB
     # WHEN this process takes 50 MB more
     with mmap.mmap(-1, 50 * _MB) as held:
         held.write(bytes(50 * _MB))
-        after = measure(children[0], 5 * _MB)
+        after = measure(children[0], 5 * _MB, CaptureProcesses())
     assert 45 * _MB < after.collector - before.collector < 60 * _MB
     assert after.processes == after.collector + after.naming + after.helpers
+
+
+def test_what_a_capture_has_is_of_no_budget() -> None:
+    captures = CaptureProcesses()
+    before = measure(None, 0, captures)
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-S", "-c", _HAS, str(60 * _MB)]
+    with captures.begin(lambda: subprocess.Popen(command, stdin=pipe, stdout=pipe)) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdout.readline()
+        use = measure(None, 0, captures)
+        assert 60 * _MB < use.captures < 75 * _MB
+        assert use.processes - before.processes < 20 * _MB
+        child.stdin.close()
+        assert captures.wait(child, 20) is not None
+    assert measure(None, 0, captures).captures == 0
+    # AND the end of one is waited for once.
+    assert captures.wait(child) is None
 
 
 def test_maps_of_the_kernel_that_are_mapped_are_not_counted_twice() -> None:
@@ -81,8 +100,8 @@ Pss:                   4 kB
 def test_who_is_gone_has_nothing() -> None:
     child = subprocess.Popen(["/bin/true"])
     child.wait()
-    assert measure(child.pid, 0).naming == 0
-    assert measure(None, 0).naming == 0
+    assert measure(child.pid, 0, CaptureProcesses()).naming == 0
+    assert measure(None, 0, CaptureProcesses()).naming == 0
 
 
 class _Fake:
@@ -186,7 +205,7 @@ def test_where_nothing_was_given_up_nothing_is_said(budget: MemoryBudget, fake: 
 def test_metrics_say_what_there_is_and_what_there_may_be() -> None:
     vitals = Vitals()
     assert not [metric for metric in vitals.collect() if "memory" in metric.name]
-    vitals.note_memory(MemoryUse(1, 2, 3, 4), 150)
+    vitals.note_memory(MemoryUse(1, 2, 3, 4, 5), 150)
     found = {
         (sample.name, sample.labels.get("part")): sample.value
         for metric in vitals.collect()
@@ -199,5 +218,6 @@ def test_metrics_say_what_there_is_and_what_there_may_be() -> None:
         (name, "naming"): 2,
         (name, "helpers"): 3,
         (name, "kernel"): 4,
+        (name, "captures"): 5,
         ("aiflame_memory_limit_bytes", None): 150,
     }

@@ -275,6 +275,7 @@ def test_descendants_are_those_of_others_only(monkeypatch: pytest.MonkeyPatch) -
     assert sorted(procfs.descendants([1])) == [10, 11, 12, 13, 14]
     assert procfs.descendants([10, 11, 12]) == [13]
     assert procfs.descendants([13, 14, 16]) == procfs.descendants([]) == []
+    assert procfs.descendants([10], [12]) == [11]
     # A process id may be used again between two looks, so that two are each other's parents.
     parents.update({20: 21, 21: 20})
     assert procfs.descendants([20]) == [21]
