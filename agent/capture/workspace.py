@@ -264,6 +264,15 @@ def unfinished() -> list[Unfinished]:
     return sorted(found, key=lambda left: left.name)
 
 
+def discard_below(folder: Path) -> None:
+    """Removes what killed recordings have left whose captures were to go below a folder."""
+    folder = folder.resolve()
+    for left in unfinished():
+        if left.destination.path.resolve().is_relative_to(folder):
+            with contextlib.suppress(AiflameError), left.take() as taken:  # or somebody else has it
+                taken.is_kept = False
+
+
 def running(path: Path) -> Path | None:
     """Returns the directory of a recording that is to go to a path, None where there is none.
 

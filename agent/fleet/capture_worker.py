@@ -29,6 +29,7 @@ from typing import NoReturn
 from aiflame.agent.allocator import map_large_blocks
 from aiflame.agent.capture.schema import FACT_PREFIX
 from aiflame.agent.capture.segment import BadSegment
+from aiflame.agent.capture.workspace import discard_below
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.devices.choice import NONE
 from aiflame.agent.errors import AiflameError, DiskFull, EnvironmentUnfit
@@ -269,6 +270,17 @@ def _own_folder(parent: Path) -> Iterator[Path]:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this is the end
         shutil.rmtree(folder, ignore_errors=True)
+        _discard_recordings(folder)
+
+
+def _discard_recordings(folder: Path) -> None:
+    """Removes what is left of recordings for a folder that were killed, as where memory runs out.
+
+    It lies where all recordings do, to be recovered; nobody asks for these, and they have no folder
+    to go to any more.
+    """
+    with contextlib.suppress(OSError):
+        discard_below(folder)
 
 
 def _serve(client: socket.socket, settings: AgentSettings, request: CaptureRequest) -> None:
@@ -278,6 +290,7 @@ def _serve(client: socket.socket, settings: AgentSettings, request: CaptureReque
         raise AiflameError(f"{settings.directory / _FOLDER} cannot be made")
     for left in own.iterdir():  # of one that was killed
         shutil.rmtree(left, ignore_errors=True)
+    _discard_recordings(own)
     # Larger files cannot be written by this process and those that it starts, but for parsers of
     # symbols, which have limits of their own.
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an agent has recorded for a capture."""
+"""The process that makes a capture for an agent: what it has recorded, and what it leaves."""
 
 from __future__ import annotations
 
 import argparse
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiflame.agent.capture import workspace
+from aiflame.agent.capture.workspace import Destination, Workspace, unfinished
 from aiflame.agent.commands import record
+from aiflame.agent.errors import AiflameError
 from aiflame.agent.fleet import capture_worker
 from aiflame.agent.fleet.capture_request import CaptureRequest
 from aiflame.agent.fleet.config import AgentSettings
+
+_REQUEST = CaptureRequest(is_all=True, duration_ns=10**9)
 
 
 class _Began(Exception):
@@ -27,9 +33,8 @@ def _command(monkeypatch: pytest.MonkeyPatch, settings: AgentSettings) -> list[s
 
     monkeypatch.setattr(capture_worker.subprocess, "Popen", begin)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    request = CaptureRequest(is_all=True, duration_ns=10**9)
     with ours, theirs, pytest.raises(_Began) as begun:
-        capture_worker._Job(request, settings, settings.directory, ours).make()
+        capture_worker._Job(_REQUEST, settings, settings.directory, ours).make()
     (command,) = begun.value.args
     return list(command)
 
@@ -52,3 +57,58 @@ def test_a_capture_without_devices_has_no_share_of_their_time(
     settings = AgentSettings(gpu="none", directory=tmp_path)
     arguments = _command(monkeypatch, settings)
     assert "--gpu-duty" not in arguments and "none" in arguments
+
+
+def _be_killed(path: Path) -> None:
+    """Leaves what a recording does that is killed."""
+    destination = Destination(path, "aiflame record", force=False, owner=None)
+    with Workspace.create(destination) as left:
+        left.is_kept = True
+
+
+@pytest.fixture
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
+    """Makes a capture of which the recording is killed; returns where it was to go."""
+    monkeypatch.setattr(workspace, "_candidates", lambda: [tmp_path / "lib"])
+    # Both are for a process of its own.
+    monkeypatch.setattr(capture_worker.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(capture_worker.signal, "signal", lambda *_: None)
+    database: list[Path] = []
+
+    def make(job: capture_worker._Job) -> str:
+        database.append(job.database)
+        _be_killed(job.database)
+        raise AiflameError("exit status -9")
+
+    monkeypatch.setattr(capture_worker._Job, "make", make)
+
+    def made() -> Path:
+        client, server = socket.socketpair()
+        with client, server, pytest.raises(AiflameError, match="exit status -9"):
+            capture_worker._serve(server, AgentSettings(directory=tmp_path / "agent"), _REQUEST)
+        return database[-1]
+
+    return made
+
+
+def test_a_recording_that_was_killed_is_not_kept(serve: Callable[[], Path]) -> None:
+    assert not serve().parent.exists()
+    assert unfinished() == []
+
+
+def test_what_a_capture_that_was_killed_has_left_is_removed_by_the_next(
+    serve: Callable[[], Path], tmp_path: Path
+) -> None:
+    # GIVEN what one has left that was killed with its recording, and a recording of a user
+    serve()
+    left, users = tmp_path / "agent" / "capture" / "tmpabcd", tmp_path / "run.aiflame"
+    left.mkdir()
+    for number, path in enumerate((left / "capture.aiflame", users)):
+        _be_killed(path)
+        (new,) = (one for one in unfinished() if one.destination.path == path)
+        new.directory.rename(new.directory.with_name(str(number)))  # they are of one second
+    # WHEN another is made
+    serve()
+    # THEN nothing of it is there any more, and all of the user's.
+    assert not left.exists()
+    assert [one.destination.path for one in unfinished()] == [users]

@@ -14,7 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 from aiflame.agent.capture import workspace
-from aiflame.agent.capture.workspace import Destination, Workspace, unfinished
+from aiflame.agent.capture.workspace import (
+    Destination,
+    Workspace,
+    discard_below,
+    unfinished,
+)
 from aiflame.agent.errors import Aborted, AiflameError, EnvironmentUnfit, UsageError
 from aiflame.agent.outfile import Owner
 
@@ -107,6 +112,23 @@ def test_what_cannot_be_understood_is_removed(tmp_path: Path, candidates: list[P
         assert unfinished() == []
         assert list(parent.iterdir()) == []
         left.directory.mkdir()
+
+
+def test_what_was_to_go_below_a_folder_is_discarded(tmp_path: Path) -> None:
+    # GIVEN recordings that were killed, and one that runs
+    folder = tmp_path / "capture"
+    (tmp_path / "link").symlink_to(folder)
+    wanted = tmp_path / "captures" / "a"
+    for number, path in enumerate(
+        (folder / "tmp1" / "a", tmp_path / "link" / "tmp2" / "a", wanted)
+    ):
+        with _killed(path) as left:
+            pass
+        left.directory.rename(left.directory.with_name(str(number)))  # they are of one second
+    with Workspace.create(_destination(folder / "tmp3" / "a")) as made:
+        discard_below(folder)
+        assert [left.destination.path for left in unfinished()] == [wanted]
+        assert made.directory.exists()
 
 
 def test_abort_removes_it(tmp_path: Path, candidates: list[Path]) -> None:
