@@ -40,8 +40,8 @@ def read_recording(path: Path) -> Profile:
         folder = running(path.absolute())
         if folder is not None:
             tell(sys.stderr, f"aiflame: note: {showable(str(path))} is still being recorded\n")
-            return _read_segments(folder)
-    return _read_segments(path) if are_segments(path) else read_capture(path)
+            return _read_so_far(folder, path)
+    return _read_segments(path)[0] if are_segments(path) else read_capture(path)
 
 
 def add_graph_argument(group: argparse._ArgumentGroup) -> None:
@@ -79,7 +79,33 @@ def listed(profile: Profile) -> Profile:
     return with_listings(profile)
 
 
-def _read_segments(path: Path) -> Profile:
+def _read_so_far(folder: Path, path: Path) -> Profile:
+    """Reads a recording that runs; its capture, once it has ended meanwhile.
+
+    Its segments are removed then, after the capture was written: what was read may be a part of it.
+    """
+    try:
+        profile, is_whole = _read_segments(folder)
+    except CaptureError:
+        if not os.path.lexists(path):
+            raise
+    else:
+        if is_whole and folder.exists():
+            return profile
+        if not os.path.lexists(path):
+            if is_whole or folder.exists():  # it keeps the newest part alone, for instance
+                return profile
+            raise CaptureError(f"{path} is not recorded any more, and there is no capture of it")
+    tell(sys.stderr, f"aiflame: note: {showable(str(path))} has ended meanwhile\n")
+    return read_capture(path)
+
+
+def _read_segments(path: Path) -> tuple[Profile, bool]:
+    """Reads segments; returns as well whether all were there until they had been read.
+
+    Raises:
+        CaptureError: There are none, or they cannot be read.
+    """
     # Captures that are whole need nobody who names.
     from aiflame.agent.sinks.rebuilt import capture_of_windows
 
@@ -92,4 +118,4 @@ def _read_segments(path: Path) -> Profile:
             raise CaptureError(f"nothing can be read of {path}: {error}") from error
         for damage in windows.damage:
             tell(sys.stderr, f"aiflame: note: {showable(damage)}\n")
-        return read_capture(capture)
+        return read_capture(capture), not windows.removed

@@ -139,6 +139,8 @@ class RecordedWindows:
     Attributes:
         facts: Of the recording.
         damage: What could not be read of files that are read, each with its name.
+        removed: How many files went before they were read: what is old, or all once a recording
+            has ended.
 
     Raises:
         BadSegment: There is no segment that can be read.
@@ -150,17 +152,24 @@ class RecordedWindows:
         self._jit_paths = [] if folder is None else sorted(folder.glob(_ALL_JIT))
         self.facts: dict[str, str | int] = {}
         self.damage: list[str] = []
-        if not self._paths:
-            raise BadSegment("no segment of a recording is there")
-        with self._paths[0].open("rb") as file:
-            self.facts = SegmentReader(file).facts
+        self.removed = 0
+        for each in self._paths:
+            with suppress(FileNotFoundError), each.open("rb") as file:
+                self.facts = SegmentReader(file).facts
+                return
+        raise BadSegment("no segment of a recording is there")
 
     def __iter__(self) -> Iterator[Window]:
         return with_jit_symbols(self._windows(self._paths), self._windows(self._jit_paths))
 
     def _windows(self, paths: Sequence[Path]) -> Iterator[Window]:
         for path in paths:
-            with suppress(FileNotFoundError), path.open("rb") as file:
+            try:
+                file = path.open("rb")
+            except FileNotFoundError:
+                self.removed += 1
+                continue
+            with file:
                 reader = SegmentReader(file)
                 yield from reader
                 if reader.damage:

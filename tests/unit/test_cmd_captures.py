@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read where there is no capture yet: of recordings that run, or were killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiflame.agent.capture import workspace
+from aiflame.agent.capture.workspace import Destination, Workspace
+from aiflame.agent.commands import captures
+from aiflame.agent.commands.captures import read_recording
+from aiflame.agent.errors import CaptureError
+from aiflame.agent.model.window import Window
+from aiflame.agent.sinks import rebuilt
+from aiflame.agent.sinks.segments import RecordedWindows, SegmentSink
+from windows import RandomRecording
+
+_FACTS: dict[str, str | int] = {
+    "aiflame_version": "0",
+    "started_unix_ns": 5,
+    "period_ns": 10_000_000,
+    "command": "aiflame record",
+    "target": "all",
+}
+_WINDOWS = RandomRecording(7).windows(3)
+_capture_of_windows = rebuilt.capture_of_windows
+
+
+@pytest.fixture(autouse=True)
+def recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where recordings are written."""
+    monkeypatch.setattr(workspace, "_candidates", lambda: [tmp_path / "lib"])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "lib" / "recordings"
+
+
+def _begun(path: Path) -> Workspace:
+    """Returns a recording that runs, of which each window is in a segment of its own."""
+    made = Workspace.create(Destination(path, "aiflame record", force=False, owner=None))
+    for number, window in enumerate(_WINDOWS):
+        sink = SegmentSink(made.directory, _FACTS, first=number)
+        sink.put(window)
+        sink.close()
+    return made
+
+
+def _end(recording: Workspace) -> None:
+    windows = RecordedWindows(recording.directory)
+    _capture_of_windows(recording.database, windows, windows.facts, with_names=False)
+    recording.publish()
+    with recording:
+        return
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Of a capture."""
+    return tmp_path / "run.aiflame"
+
+
+@pytest.fixture
+def recording(path: Path) -> Iterator[Workspace]:
+    """One that runs, which a test ends."""
+    made = _begun(path)
+    yield made
+    assert not made.directory.exists()
+
+
+_Meanwhile = Callable[[Callable[[], None]], None]
+
+
+@pytest.fixture(params=["before any window", "after the first"])
+def meanwhile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> _Meanwhile:
+    """Has something done while a recording that runs is read."""
+    running = captures.running
+
+    def do(act: Callable[[], None]) -> None:
+        def found(path: Path) -> Path | None:
+            folder = running(path)
+            act()
+            return folder
+
+        def read(path: Path, windows: Iterable[Window], *rest: Any, **more: Any) -> None:
+            def read_windows() -> Iterator[Window]:
+                for number, window in enumerate(windows):
+                    if not number:
+                        act()
+                    yield window
+
+            _capture_of_windows(path, read_windows(), *rest, **more)
+
+        if request.param == "after the first":
+            monkeypatch.setattr(rebuilt, "capture_of_windows", read)
+        else:
+            monkeypatch.setattr(captures, "running", found)
+
+    return do
+
+
+def test_a_recording_that_runs_is_read_as_far_as_it_has_come(
+    recording: Workspace, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = read_recording(path)
+    assert profile.recording.duration_ns == _WINDOWS[-1].end_ns
+    assert "still being recorded" in capsys.readouterr().err
+    _end(recording)
+
+
+def test_one_that_ends_meanwhile_is_read_whole(
+    recording: Workspace,
+    path: Path,
+    meanwhile: _Meanwhile,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    meanwhile(lambda: _end(recording))
+    profile = read_recording(path)
+    assert profile.recording.duration_ns == _WINDOWS[-1].end_ns
+    assert "has ended meanwhile" in capsys.readouterr().err
+
+
+def test_one_that_is_thrown_away_meanwhile_is_not_read_in_part(
+    recording: Workspace, path: Path, meanwhile: _Meanwhile
+) -> None:
+    meanwhile(lambda: recording.__exit__(None, None, None))
+    with pytest.raises(CaptureError, match=r"nothing can be read of|not recorded any more"):
+        read_recording(path)
+
+
+def test_what_a_recording_has_given_up_is_no_end_of_it(recording: Workspace, path: Path) -> None:
+    # GIVEN one that keeps the newest part alone
+    min(recording.directory.glob("segment-*")).unlink()
+    assert read_recording(path).recording.duration_ns > 0
+    _end(recording)
