@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -188,7 +188,7 @@ class Workspace(AbstractContextManager["Workspace"]):
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """What a killed recording has left, until somebody takes it.
+    """A recording without its capture: what a killed one has left, until somebody takes it.
 
     Attributes:
         directory: Its path.
@@ -253,6 +253,15 @@ def recordings_directory() -> Path:
 
 def unfinished() -> list[Unfinished]:
     """Returns what killed recordings have left, oldest first."""
+    return _found(_left_in)
+
+
+def held() -> list[Unfinished]:
+    """Returns those that somebody has, oldest first: who records, or who finishes a killed one."""
+    return _found(_held_in)
+
+
+def _found(look: Callable[[Path], Iterable[Unfinished]]) -> list[Unfinished]:
     found: list[Unfinished] = []
     for candidate in _candidates():
         # Not even looked into where others could have put something.
@@ -260,7 +269,7 @@ def unfinished() -> list[Unfinished]:
         if parent is not None:
             # Of two who look at once, each would see the other's locks as those of recordings.
             with _locked(parent):
-                found += _left_in(parent)
+                found += look(parent)
     return sorted(found, key=lambda left: left.name)
 
 
@@ -276,16 +285,10 @@ def discard_below(folder: Path) -> None:
 def running(path: Path) -> Path | None:
     """Returns the directory of a recording that is to go to a path, None where there is none.
 
-    It runs, since whoever asks has looked for killed ones before.
+    It runs, or it was killed, and a command is just finishing it.
     """
-    for candidate in _candidates():
-        parent = _own(candidate) if candidate.is_dir() else None
-        for directory in parent.iterdir() if parent is not None else ():
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                destination = Destination.of_json((directory / _DESTINATION).read_text())
-                if destination.path == path:
-                    return directory
-    return None
+    found = (one.directory for one in held() if one.destination.path == path)
+    return next(found, None)
 
 
 def _left_in(parent: Path) -> Iterator[Unfinished]:
@@ -303,6 +306,15 @@ def _left_in(parent: Path) -> Iterator[Unfinished]:
             yield Unfinished(directory, destination)
         finally:
             os.close(lock)
+
+
+def _held_in(parent: Path) -> Iterator[Unfinished]:
+    for directory in parent.iterdir():
+        if _is_locked(directory):
+            # Not where it is removed just now.
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                destination = Destination.of_json((directory / _DESTINATION).read_text())
+                yield Unfinished(directory, destination)
 
 
 def _candidates() -> list[Path]:
@@ -336,6 +348,15 @@ def _lock(directory: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _is_locked(directory: Path) -> bool:
+    """Whether another process, or another part of this one, has locked a directory."""
+    try:
+        os.close(_lock(directory))
+    except OSError as error:
+        return isinstance(error, BlockingIOError)  # else it is gone
+    return False
 
 
 @contextlib.contextmanager

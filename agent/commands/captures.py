@@ -39,7 +39,11 @@ def read_recording(path: Path) -> Profile:
         finish_if_killed(path)
         folder = running(path.absolute())
         if folder is not None:
-            tell(sys.stderr, f"aiflame: note: {showable(str(path))} is still being recorded\n")
+            tell(
+                sys.stderr,
+                f"aiflame: note: {showable(str(path))} is still being recorded,"
+                " or another command is finishing it\n",
+            )
             return _read_so_far(folder, path)
     return _read_segments(path)[0] if are_segments(path) else read_capture(path)
 

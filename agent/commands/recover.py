@@ -17,7 +17,7 @@ from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.segment import BadSegment
-from aiflame.agent.capture.workspace import Unfinished, Workspace, unfinished
+from aiflame.agent.capture.workspace import Unfinished, Workspace, held, running, unfinished
 from aiflame.agent.commands.messages import tell
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.outfile import sudo_ids
@@ -67,14 +67,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def finish_if_killed(path: Path) -> None:
-    """Finishes the recording that was to be at a path where nothing is, if it was killed."""
+    """Finishes the recording that was to be at a path where nothing is, if it was killed.
+
+    Where one runs that is to be there, that one is left its path.
+
+    Raises:
+        UsageError: There are several.
+        AiflameError: It cannot be finished.
+    """
     if os.path.lexists(path):
         return
-    matching = [each for each in unfinished() if each.destination.path == path.absolute()]
-    if len(matching) != 1:
+    matching = [left for left in unfinished() if left.destination.path == path.absolute()]
+    if not matching or running(path.absolute()) is not None:
         return
+    killed = _only(matching, str(path))
     try:
-        workspace = matching[0].take()
+        workspace = killed.take()
     except AiflameError:
         return  # somebody else is at it, as with one that runs
     with workspace:
@@ -92,12 +100,26 @@ def _list(found: Sequence[Unfinished]) -> None:
 
 
 def _chosen(found: Sequence[Unfinished], wanted: str) -> Unfinished:
-    path = Path(wanted).absolute()
-    matching = [left for left in found if left.name == wanted or left.destination.path == path]
-    if not matching:
+    matching = _matching(found, wanted)
+    if matching:
+        return _only(matching, wanted)
+    for one in _matching(held(), wanted):
+        path = showable(str(one.destination.path))
         raise AiflameError(
-            f"no unfinished recording of {wanted}", "aiflame recover lists all of this user"
+            f"{wanted} is still being recorded, or another command is finishing it",
+            f"to look at it as far as it has come: aiflame report {path}",
         )
+    raise AiflameError(
+        f"no unfinished recording of {wanted}", "aiflame recover lists all of this user"
+    )
+
+
+def _matching(found: Sequence[Unfinished], wanted: str) -> list[Unfinished]:
+    path = Path(wanted).absolute()
+    return [left for left in found if left.name == wanted or left.destination.path == path]
+
+
+def _only(matching: Sequence[Unfinished], wanted: str) -> Unfinished:
     if len(matching) > 1:
         raise UsageError(
             f"{len(matching)} unfinished recordings of {wanted}",

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiflame.agent.capture import workspace
-from aiflame.agent.capture.workspace import Destination, Workspace
-from aiflame.agent.commands import captures
+from aiflame.agent.capture.workspace import Destination, Workspace, unfinished
+from aiflame.agent.commands import captures, recover
 from aiflame.agent.commands.captures import read_recording
-from aiflame.agent.errors import CaptureError
+from aiflame.agent.errors import AiflameError, CaptureError, UsageError
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks import rebuilt
 from aiflame.agent.sinks.segments import RecordedWindows, SegmentSink
@@ -134,3 +135,71 @@ def test_what_a_recording_has_given_up_is_no_end_of_it(recording: Workspace, pat
     min(recording.directory.glob("segment-*")).unlink()
     assert read_recording(path).recording.duration_ns > 0
     _end(recording)
+
+
+def _killed(path: Path, name: str = "killed") -> Workspace:
+    """Leaves what a recording does that is killed."""
+    left = _begun(path)
+    left.is_kept = True
+    with left:
+        left.directory.rename(left.directory.with_name(name))  # several are of one second
+    return left
+
+
+def _recover(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    recover.add_arguments(parser)
+    return recover.run(parser.parse_args(arguments))
+
+
+def test_a_killed_recording_is_finished_where_it_is_read(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _killed(path)
+    assert read_recording(path).recording.duration_ns == _WINDOWS[-1].end_ns
+    assert path.exists()
+    assert "still being recorded" not in capsys.readouterr().err
+
+
+def test_of_several_killed_recordings_the_user_chooses(path: Path) -> None:
+    _killed(path, "first")
+    _killed(path, "second")
+    with pytest.raises(UsageError, match=r"2 unfinished recordings of .*aiflame") as error:
+        read_recording(path)
+    assert "aiflame recover second" in (error.value.hint or "")
+    assert _recover("first", "--discard") == 0
+    assert read_recording(path).recording.duration_ns == _WINDOWS[-1].end_ns
+
+
+def test_a_killed_recording_takes_no_path_from_one_that_runs(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _killed(path)
+    recording = _begun(path)
+    read_recording(path)
+    assert "still being recorded" in capsys.readouterr().err
+    _end(recording)
+    assert path.exists()
+    assert len(unfinished()) == 1
+
+
+@pytest.mark.parametrize("by", ["path", "name"])
+def test_what_somebody_has_is_told_from_what_is_not_there(
+    path: Path, by: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _killed(path)
+    wanted = {"path": "run.aiflame", "name": "killed"}[by]
+    # WHEN another command is finishing it
+    with unfinished()[0].take():
+        # THEN that is said, and what there is can be read.
+        words = f"{wanted} is still being recorded, or another command is finishing it"
+        with pytest.raises(AiflameError, match=words) as error:
+            _recover(wanted)
+        assert error.value.hint is not None
+        assert error.value.hint.endswith(f"aiflame report {path}")
+        assert read_recording(path).recording.duration_ns == _WINDOWS[-1].end_ns
+        assert "another command is finishing it" in capsys.readouterr().err
+        with pytest.raises(AiflameError, match="no unfinished recording of other"):
+            _recover("other")
+    # AND afterwards it is as before.
+    assert _recover(wanted, "--discard") == 0

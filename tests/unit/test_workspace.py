@@ -18,6 +18,8 @@ from aiflame.agent.capture.workspace import (
     Destination,
     Workspace,
     discard_below,
+    held,
+    running,
     unfinished,
 )
 from aiflame.agent.errors import Aborted, AiflameError, EnvironmentUnfit, UsageError
@@ -100,6 +102,34 @@ def test_those_who_look_at_once_see_all(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         seen = [*pool.map(lambda _: len(unfinished()), range(400))]
     assert set(seen) == {2}
+
+
+def test_only_what_somebody_has_is_running(tmp_path: Path, candidates: list[Path]) -> None:
+    path = tmp_path / "a"
+    assert running(path) is None
+    with Workspace.create(_destination(path)) as made:
+        assert running(path) == made.directory
+        assert [(one.name, one.destination) for one in held()] == [(made.name, made.destination)]
+        assert running(tmp_path / "b") is None
+    assert running(path) is None
+    # GIVEN one that was killed THEN it is running while a command finishes it, and not before.
+    with _killed(path) as left:
+        pass
+    assert running(path) is None
+    assert held() == []
+    with unfinished()[0].take():
+        assert running(path) == left.directory
+    # AND whatever else lies there is no recording.
+    (candidates[0] / _RECORDINGS / "file").touch()
+    assert running(path) is None
+
+
+def test_who_looks_at_once_takes_no_other_for_a_recording(tmp_path: Path) -> None:
+    with _killed(tmp_path / "a"):
+        pass
+    with ThreadPoolExecutor(4) as pool:
+        looks = (lambda: running(tmp_path / "a"), lambda: unfinished() and None) * 200
+        assert {*pool.map(lambda look: look(), looks)} == {None}
 
 
 def test_what_cannot_be_understood_is_removed(tmp_path: Path, candidates: list[Path]) -> None:
