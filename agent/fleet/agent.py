@@ -36,7 +36,7 @@ from aiflame.agent.fleet.config import (
 )
 from aiflame.agent.fleet.cost import CostController
 from aiflame.agent.fleet.ending import END_S, end_in_time
-from aiflame.agent.fleet.health import HealthServer
+from aiflame.agent.fleet.health import HealthEndpoint
 from aiflame.agent.fleet.host_checks import (
     cgroup_layout,
     cgroup_namespace_note,
@@ -98,7 +98,7 @@ _NEWEST_S, _NEWEST_LOOK_S = 5.0, 0.05
 
 # How soon a naming process that ended is started again, so that one that cannot run is no flood.
 _RESTART_S = 10.0
-# How often what is old is removed.
+# How often what is old is removed, and what could not be begun is tried again.
 _TIDY_S = 60.0
 # How often what was freed goes back to the kernel, besides after windows: it is most once the
 # stacks of all threads that there were at the start have been walked.
@@ -239,13 +239,8 @@ def run_agent(
         recorder.start(None, log.say)
         facts = _facts(recorder, settings, target, command_words)
         vitals = Vitals()
-        if settings.health:
-            try:
-                health = HealthServer(settings, vitals)
-                parts.callback(health.close)
-                log.say(f"health and metrics: {health.url}")
-            except AiflameError as error:  # it records without them
-                log.say(str(error))
+        health = HealthEndpoint(settings, vitals, log)
+        parts.callback(health.close)
         captures: CaptureServer | None = None
         try:
             bring_newest = functools.partial(_bring_newest, recorder, vitals)
@@ -257,6 +252,7 @@ def run_agent(
             prepared,
             server,
             capture_processes,
+            health,
         )
         parts.callback(agent.close)
         give_back_freed_memory()  # programs and tables are in the kernel
@@ -360,8 +356,10 @@ class _Agent:
         prepared: PreparedHelpers | None,
         server: ForkServer,
         capture_processes: CaptureProcesses,
+        health: HealthEndpoint,
     ) -> None:
         self._config = config
+        self._health = health
         self._capture_processes = capture_processes
         self._server = server
         self._prepared = prepared
@@ -591,7 +589,7 @@ class _Agent:
             )
 
     def _tidy(self, *, room_only: bool = False) -> None:
-        """Removes what is old."""
+        """Removes what is old, and tries again what could not be before."""
         settings = self._config.agent
         current = None if self._stretch is None else self._stretch.folder
         keep_s = 0.0 if room_only else settings.keep
@@ -602,6 +600,7 @@ class _Agent:
             self._tidied_s = time.monotonic()
             if self._prepared is not None:
                 self._prepared.keep()
+            self._health.keep()
             self._look_at_itself()
 
     def _look_at_itself(self) -> None:

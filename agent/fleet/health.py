@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.fleet.config import AgentSettings
+from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.vitals import Vitals
 from aiflame.agent.settings import Secret
 
@@ -107,6 +108,42 @@ class HealthServer:
         """Ends it."""
         self._end.close()
         self._thread.join()
+
+
+class HealthEndpoint:
+    """A health server, or none until there can be one: its address may be another agent's so far.
+
+    Args:
+        settings: Of the agent; with `health` "" there is none.
+        vitals: What it tells.
+        log: Takes a line once it is there, and one for each reason why it is not.
+    """
+
+    def __init__(self, settings: AgentSettings, vitals: Vitals, log: Log) -> None:
+        self._settings = settings
+        self._vitals = vitals
+        self._log = log
+        self._server: HealthServer | None = None
+        self._said = ""
+        self.keep()
+
+    def keep(self) -> None:
+        """Begins it, if it is not there; to be called now and then."""
+        if self._server is not None or not self._settings.health:
+            return
+        try:
+            self._server = HealthServer(self._settings, self._vitals)
+        except AiflameError as error:  # the agent records without it
+            if str(error) != self._said:
+                self._said = str(error)
+                self._log.say(f"{error}; it is tried again each minute")
+        else:
+            self._log.say(f"health and metrics: {self._server.url}")
+
+    def close(self) -> None:
+        """Ends it."""
+        if self._server is not None:
+            self._server.close()
 
 
 def _listening(host: str, port: int) -> socket.socket:

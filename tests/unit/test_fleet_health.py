@@ -20,7 +20,8 @@ import pytest
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.fleet import vitals as vitals_module
 from aiflame.agent.fleet.config import AgentSettings, load
-from aiflame.agent.fleet.health import HealthServer
+from aiflame.agent.fleet.health import HealthEndpoint, HealthServer
+from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.memory import MemoryUse
 from aiflame.agent.fleet.probe import trouble
 from aiflame.agent.fleet.vitals import Vitals
@@ -315,6 +316,42 @@ def test_a_taken_address_is_said(server: HealthServer, vitals: Vitals) -> None:
     address = server.url.removeprefix("http://")
     with pytest.raises(AiflameError, match=f"no health endpoint at {address}: Address already"):
         HealthServer(_settings(health=address), vitals)
+
+
+def test_a_taken_address_is_tried_again(
+    server: HealthServer, vitals: Vitals, tmp_path: Path
+) -> None:
+    address = server.url.removeprefix("http://")
+    with (tmp_path / "log").open("w") as file:
+        log = Log(file.fileno())
+
+        def said() -> list[str]:
+            lines = (tmp_path / "log").read_text().splitlines()
+            return [line.split("aiflame agent: ", 1)[1] for line in lines]
+
+        # GIVEN that another agent has the address THEN that is said once
+        endpoint = HealthEndpoint(_settings(health=address), vitals, log)
+        endpoint.keep()
+        (line,) = said()
+        assert line.startswith(f"no health endpoint at {address}: Address already in use")
+        assert line.endswith("; it is tried again each minute")
+        # WHEN that one has ended THEN this one answers, which is said once
+        server.close()
+        for _ in range(2):
+            endpoint.keep()
+        assert said()[1:] == [f"health and metrics: {server.url}"]
+        assert _get(server.url + "/healthz")[0] == 503
+        endpoint.close()
+        with pytest.raises(urllib.error.URLError):
+            _get(server.url + "/healthz")
+
+
+def test_where_none_is_wanted_there_is_none(vitals: Vitals, tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as file:
+        endpoint = HealthEndpoint(_settings(health=""), vitals, Log(file.fileno()))
+        endpoint.keep()
+        endpoint.close()
+    assert not (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("address", ["7575", "localhost:7575", "127.0.0.1:70000", "127.0.0.1:x"])
