@@ -24,6 +24,8 @@ from aiflame.agent.redaction import redacted
 # The kernel caps a process at vm.max_map_count mappings, 65,530 by default; each line holds a path
 # of at most 4,096 bytes, but 32 MiB covers 65,530 lines of 500.
 _MAX_MAPS_BYTES = 32 << 20
+# Lines of 8,192 CPUs and as many interrupts (proc_stat(5)).
+_MAX_STAT_BYTES = 1 << 20
 # What is kept of a command line: a subtitle and a table cell need no more.
 _MAX_COMMAND_LINE_BYTES = 4096
 # Of an environment: those of Kubernetes have some hundred variables of services.
@@ -305,6 +307,16 @@ def helpers_cpu_ns(apart: Collection[int] = ()) -> int:
     """
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return round((ended.ru_utime + ended.ru_stime + sum(map(cpu_s, begun(apart)))) * 1e9)
+
+
+def host_switches() -> int:
+    """Returns how often a CPU went from one thread to another since boot; 0 where that is unknown.
+
+    The kernel adds up the interrupts of all CPUs for the same file: 0.06 ms on a host of 2 CPUs.
+    """
+    # The line is after that of interrupts, which has thousands of numbers on large hosts.
+    _, _, after = kernelfs.read_text("/proc/stat", _MAX_STAT_BYTES).partition("\nctxt ")
+    return int(after.partition("\n")[0] or 0)
 
 
 def start_ticks(pid: int) -> int:

@@ -15,9 +15,13 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from aiflame.agent.kernel.sysbpf import ProgramCost
+from aiflame.agent.processes import procfs
 
 # For how long it is counted: prices are settled by a few thousand switches (fleet/cost.py).
 _COUNTED_NS = 10_000_000_000
+
+# Both counts are read one after the other, which takes less than a millisecond.
+_WHOLE = 0.95
 
 _PROGRAMS = ("on_switch", "on_waking")
 
@@ -29,18 +33,29 @@ class _Programs(Protocol):
 class SwitchCost:
     """Of the programs of one recording.
 
+    Others may have the kernel count as well, from and until any moment. The program at switches
+    runs at each of the host: a window in which fewer runs were counted was counted in part.
+
     Args:
         programs: Loaded.
         count: Has the kernel count until the descriptor that it returns is closed; raises OSError
             where that is not allowed.
+        switches: Tells how often CPUs of the host have switched so far, 0 where that is unknown.
     """
 
-    def __init__(self, programs: _Programs, count: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        programs: _Programs,
+        count: Callable[[], int],
+        switches: Callable[[], int] = procfs.host_switches,
+    ) -> None:
         self._programs = programs
         self._count = count
+        self._switches = switches
         self._counting: int | None = None
         self._counted_ns = 0
         self._told: tuple[int, int] | None = None
+        self._told_switches: int | None = None
 
     def begin(self) -> None:
         """Has the kernel count for some seconds, if it may be asked."""
@@ -64,8 +79,13 @@ class SwitchCost:
         if self._counting is not None and self._counted_ns >= _COUNTED_NS:
             self.end()
             self._told = None
+        runs = now[1] - (0 if told is None else told[1])
+        before, self._told_switches = self._told_switches, self._switches() if runs else None
         # Of a part of the window it would be too little: it counts from the second one on.
-        if told is None or now[1] == told[1] or not told[1]:
+        if told is None or before is None or not runs:
+            return None
+        assert self._told_switches is not None  # noqa: S101 - for mypy
+        if runs < _WHOLE * (self._told_switches - before):
             return None
         return now[0] - told[0]
 

@@ -299,3 +299,18 @@ def test_the_time_of_all_that_was_begun_counts_also_once_it_has_ended() -> None:
     # AND when they have ended; the kernel counts in hundredths of a second.
     assert alive_ns > 180_000_000
     assert procfs.helpers_cpu_ns() - before_ns >= alive_ns - 20_000_000
+
+
+def test_switches_of_the_host_are_counted() -> None:
+    before = procfs.host_switches()
+    for _ in range(100):
+        time.sleep(0.0001)  # which switches to another thread, and back
+    assert 200 <= procfs.host_switches() - before < 10_000_000
+
+
+@pytest.mark.parametrize("text", ["", "cpu  1 2 3\nintr 5 1\n"])
+def test_where_switches_are_not_told_they_are_unknown(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernelfs, "read_text", lambda *_: text)
+    assert procfs.host_switches() == 0
