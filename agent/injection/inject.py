@@ -55,6 +55,7 @@ _LOOK_S = 0.001
 # The new thread waits 30 s and more to be told something (code.S, PAUSES). A write takes no 10 s.
 _WAITING_S = 20.0
 _MAX_ERROR_BYTES = 1024
+_DISTURBED = "in a system call that a stop might disturb"
 _ENDED = ("X", "Z")  # proc_pid_status(5)
 _SECCOMP_OFF, _SECCOMP_STRICT = "0", "1"  # linux/seccomp.h
 
@@ -250,7 +251,10 @@ class Injection:
         reasons: Counter[str] = Counter()
         pause_s = _SHORTEST_PAUSE_S
         while True:
-            for tid in threads.candidates(self._pid):
+            candidates = threads.candidates(self._pid)
+            if not candidates:
+                reasons[_DISTURBED] += 1
+            for tid in candidates:
                 if time.monotonic() > until_s:
                     break
                 try:
@@ -303,10 +307,10 @@ class Injection:
 
     def _stop(self, tid: int) -> Stopped:
         """Stops a thread, which is the process's own: ids of threads that ended are used again."""
-        # Some filters end the process for the call by which a wait is continued.
-        mode = (procfs.status_field(tid, "Seccomp") or [_SECCOMP_OFF])[0]
+        if not threads.may_be_stopped(self._pid, tid):
+            raise TryAgain(_DISTURBED)
         try:
-            stopped = self.tracer.stop(tid, begins_anew=mode != _SECCOMP_OFF)
+            stopped = self.tracer.stop(tid)
         except InjectionRefused:
             # The same error stands for a thread that has ended, and for one that another traces,
             # as a second recorder does for some milliseconds.
@@ -319,7 +323,7 @@ class Injection:
         if not (self._is_alive() and Path(f"/proc/{self._pid}/task/{tid}").exists()):
             self.tracer.release()
             raise TryAgain("the thread has ended")
-        self._require_calls(tid, mode)
+        self._require_calls(tid)
         begun = self._begun_call(stopped)
         if begun is None:
             self.tracer.release()
@@ -359,9 +363,11 @@ class Injection:
         )
         return threads.why_not(self._image, found, self._images, registers, walked)
 
-    def _require_calls(self, tid: int, mode: str) -> None:
+    def _require_calls(self, tid: int) -> None:
         """Raises for a thread, which is held, whose seccomp filters would not let it through."""
+        mode = (procfs.status_field(tid, "Seccomp") or [_SECCOMP_OFF])[0]
         if mode == _SECCOMP_OFF:
+            self.tracer.continue_wait()
             return
         if mode == _SECCOMP_STRICT:
             self.tracer.release()

@@ -7,7 +7,7 @@ is refused as well; other threads are there, or the same one is elsewhere a mome
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from aiflame.agent import kernelfs
@@ -34,11 +34,19 @@ _QUIET_CALLS = {0, 7, 45, 47, 43, 61, 35, 23, 232, 230, 270, 271, 281, 288}
 _CONTINUED = {7, 23, 34, 35, 61, 130, 202, 219, 230, 247, 270, 271, 449, -1}
 # Those that a stop begins anew, which had done nothing: read, readv, recvfrom, recvmsg, recvmmsg,
 # accept, accept4, epoll_wait, epoll_pwait, epoll_pwait2, semop, semtimedop, rt_sigtimedwait,
-# io_getevents, io_pgetevents, io_uring_enter; unless they wait until all is there. Which of their
-# arguments says so, and how: linux/socket.h.
+# io_getevents, io_pgetevents, io_uring_enter.
 _BEGUN_ANEW = {0, 19, 45, 47, 299, 43, 288, 232, 281, 441, 65, 220, 128, 208, 333, 426}
-_FLAGS_OF = {45: 3, 47: 2, 299: 3}
-_MSG_WAITALL = 0x100
+# Some of these return with a part of what they wait for, by one of their arguments: flags of
+# linux/socket.h (MSG_WAITALL; without MSG_WAITFORONE), how many events, how many requests as well.
+_WAITALL, _WAITFORONE = 0x100, 0x10000
+_RETURNS_A_PART: Mapping[int, tuple[int, Callable[[int], bool]]] = {
+    45: (3, lambda flags: bool(flags & _WAITALL)),
+    47: (2, lambda flags: bool(flags & _WAITALL)),
+    299: (3, lambda flags: bool(flags & _WAITALL) or not flags & _WAITFORONE),
+    208: (1, lambda least: least > 1),
+    333: (1, lambda least: least > 1),
+    426: (1, lambda requests: requests > 0),
+}
 
 
 def why_not(
@@ -106,22 +114,31 @@ def _why_unsafe(facts: LibraryFacts, address: int, registers: Registers, is_prog
 def candidates(pid: int) -> Sequence[int]:
     """Returns the threads of a process that may be stopped, those first that notice the least.
 
-    Signals to the process go to its first thread if that wants them, so others come before. One in
-    another call than these is none at all, until it is through: to be stopped there may have an
-    effect. A file server is told to interrupt an open(2), and a long write(2) returns with a part.
+    Signals to the process go to its first thread if that wants them, so others come before.
     """
-
-    def urgency(tid: int) -> int | None:
-        words = kernelfs.read_text(f"/proc/{pid}/task/{tid}/syscall").split()
-        call = words[0] if words else ""
-        if not call.lstrip("-").isdigit():  # "running", or it is gone
-            return 1
-        number, arguments = int(call), words[1:7]
-        if number in _CONTINUED:
-            return 0
-        is_whole = number in _FLAGS_OF and int(arguments[_FLAGS_OF[number]], 16) & _MSG_WAITALL
-        return 2 if number in _BEGUN_ANEW and not is_whole else None
-
-    found = {tid: urgency(tid) for tid in procfs.thread_ids(pid)}
+    found = {tid: _urgency(pid, tid) for tid in procfs.thread_ids(pid)}
     stoppable = {tid: how for tid, how in found.items() if how is not None}
     return sorted(stoppable, key=lambda tid: (stoppable[tid], tid == pid))
+
+
+def may_be_stopped(pid: int, tid: int) -> bool:
+    """Whether a thread is in no system call, as far as can be seen, on which a stop has an effect.
+
+    A file server is told to interrupt an open(2), and a long write(2) returns with a part.
+    """
+    return _urgency(pid, tid) is not None
+
+
+def _urgency(pid: int, tid: int) -> int | None:
+    """Returns which threads come first, None for one that is not to be stopped now."""
+    words = kernelfs.read_text(f"/proc/{pid}/task/{tid}/syscall").split()
+    call = words[0] if words else ""
+    if not call.lstrip("-").isdigit():  # "running", or it is gone
+        return 1
+    number, arguments = int(call), words[1:7]
+    if number in _CONTINUED:
+        return 0
+    if number not in _BEGUN_ANEW:
+        return None
+    at, returns_a_part = _RETURNS_A_PART.get(number, (0, lambda _: False))
+    return None if returns_a_part(int(arguments[at], 16)) else 2

@@ -84,19 +84,17 @@ class Tracer:
         """Of the process that holds threads, None where there is none."""
         return None if self._child is None else self._child.process.pid
 
-    def stop(self, tid: int, begins_anew: bool = False) -> Stopped:
+    def stop(self, tid: int) -> Stopped:
         """Stops a thread; it is let go by `release`, by `lend`, and in a while by itself.
 
-        Args:
-            tid: The thread.
-            begins_anew: A wait such as nanosleep(2) begins anew then, with its whole timeout, and
-                is not continued by restart_syscall(2).
+        A wait such as nanosleep(2) begins anew then, with its whole timeout, and is not continued
+        by restart_syscall(2), unless `continue_wait` says so.
 
         Raises:
             TryAgain: Not now.
             InjectionRefused: The kernel does not permit it, or all of the process is stopped.
         """
-        answer = self._ask(worker.STOP.pack(b"s", tid, begins_anew))
+        answer = self._ask(worker.STOP.pack(b"s", tid))
         mask, is_critical = worker.STOPPED.unpack_from(answer)
         at = worker.STOPPED.size
         end = at + worker.REGISTERS.size

@@ -79,7 +79,7 @@ _LENT_S = 2.0
 # Between two looks at a thread: what it does takes 50 us.
 _LOOK_S = 0.00002
 
-STOP = struct.Struct("<cI?")  # thread, whether a wait is to be begun anew rather than continued
+STOP = struct.Struct("<cI")  # thread
 FILTER = struct.Struct("<cI")  # index
 # Where the code is to be, where in it the wait begins and ends, where the request is to be, sizes
 # of both; then these, and the registers to run it with.
@@ -165,7 +165,7 @@ def _write(tid: int, address: int, data: bytes) -> None:
         raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
 
 
-def _restarting(registers: bytes, begins_anew: bool = False) -> bytes:
+def _restarting(registers: bytes, begins_anew: bool) -> bytes:
     """Returns registers of a thread that was stopped, with which its wait goes on.
 
     Args:
@@ -187,35 +187,37 @@ def _restarting(registers: bytes, begins_anew: bool = False) -> bytes:
 class Tracee:
     """A thread that is stopped, with all that has to be given back to it.
 
-    From then on its wait goes on as if it had not stopped, whatever becomes of this process.
+    From then on its wait goes on, whatever becomes of this process: it begins anew, since a seccomp
+    filter may end a process that calls restart_syscall(2), until `continue_wait`.
 
     Args:
         tid: The thread.
-        begins_anew: Its seccomp filter may not let it call restart_syscall(2).
 
     Raises:
         OSError: It cannot be traced.
         _Unexpected: It has ended, or did not stop as asked.
     """
 
-    def __init__(self, tid: int, begins_anew: bool) -> None:
+    def __init__(self, tid: int) -> None:
         self.tid = tid
+        self._begins_anew = True
         _ptrace(_SEIZE, tid)
         self.begun_ns = time.monotonic_ns()
-        found = self._interrupt(_STOPPING_S, begins_anew)
+        found = self._interrupt(_STOPPING_S)
         # As they are where the wait is continued; what it goes on with may be others.
-        self.continued = _restarting(found)
-        self.registers = _restarting(found, begins_anew)
+        self.continued = _restarting(found, begins_anew=False)
+        self.registers = _restarting(found, begins_anew=True)
         self.mask = ctypes.create_string_buffer(_MASK.size)
         _ptrace(_GETSIGMASK, tid, _MASK.size, self.mask)
         self.xstate = self._xstate()
 
     def continue_wait(self) -> None:
         """Has its wait continued, whoever lets it go: its filter allows that."""
+        self._begins_anew = False
         self.registers = self.continued
         _ptrace(_SETREGS, self.tid, 0, self.registers)
 
-    def _interrupt(self, patience_s: float, begins_anew: bool = False) -> bytes:
+    def _interrupt(self, patience_s: float) -> bytes:
         """Stops it; returns the registers that it had. It has those with which it goes on."""
         _ptrace(_INTERRUPT, self.tid)
         until_s = time.monotonic() + patience_s
@@ -224,7 +226,7 @@ class Tracee:
                 raise _Unexpected(Outcome.BUSY)
             time.sleep(_LOOK_S)
         found = self._registers()
-        going_on = _restarting(found, begins_anew)
+        going_on = _restarting(found, self._begins_anew)
         if going_on != found:
             _ptrace(_SETREGS, self.tid, 0, going_on)
         if status:
@@ -441,8 +443,8 @@ class _Worker:
             return HEAD.pack(unexpected.outcome, unexpected.number)
 
     def _stop(self, message: bytes) -> bytes:
-        _, tid, begins_anew = STOP.unpack(message)
-        tracee = self._tracee = Tracee(tid, begins_anew)
+        _, tid = STOP.unpack(message)
+        tracee = self._tracee = Tracee(tid)
         facts = STOPPED.pack(tracee.mask.raw, tracee.is_in_critical_section)
         return _DONE + facts + tracee.continued + tracee.xstate.raw
 

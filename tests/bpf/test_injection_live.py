@@ -283,7 +283,7 @@ def test_a_process_that_is_being_traced_is_left_alone(
     script = """
 import sys
 from aiflame.agent.injection.tracer_worker import Tracee
-tracee = Tracee(int(sys.argv[1]), False)
+tracee = Tracee(int(sys.argv[1]))
 print("held", flush=True)
 input()
 """
@@ -553,10 +553,21 @@ def test_a_filter_without_restart_syscall_ends_no_process(
     assert min(program.end().values()) > 0
 
 
-def test_a_thread_that_writes_is_not_stopped() -> None:
-    script = "import os; r, w = os.pipe(); os.write(1, b'x'); os.write(w, bytes(1 << 20))"
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as writer:
-        call = Path(f"/proc/{writer.pid}/syscall")
-        wait_until(lambda: call.read_text().startswith("1 "))
-        assert threads.candidates(writer.pid) == []
-        writer.kill()
+def test_a_thread_that_writes_is_not_stopped(
+    libraries: Iterator[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import os; r, w = os.pipe(); os.write(w, bytes(1 << 20))"
+    with subprocess.Popen([sys.executable, "-c", script]) as writer:
+        try:
+            call = Path(f"/proc/{writer.pid}/syscall")
+            wait_until(lambda: call.read_text().startswith("1 "))
+            assert threads.candidates(writer.pid) == []
+            assert not threads.may_be_stopped(writer.pid, writer.pid)
+            with pytest.raises(InjectionRefused, match="1 times in a system call that a stop"):
+                inject(writer.pid, next(libraries), cache_dir(), patience_s=0)
+            # Nor where it was in none when it was listed.
+            monkeypatch.setattr(threads, "candidates", lambda pid: [pid])
+            with pytest.raises(InjectionRefused, match="times in a system call that a stop"):
+                inject(writer.pid, next(libraries), cache_dir(), patience_s=0.2)
+        finally:
+            writer.kill()
