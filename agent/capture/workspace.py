@@ -107,7 +107,8 @@ class Workspace(AbstractContextManager["Workspace"]):
                 made = cls(directory, _lock(directory), destination)
                 made._note(destination)
         except OSError as error:
-            shutil.rmtree(parent / name, ignore_errors=True)
+            if not isinstance(error, FileExistsError):  # of a recorder in another pid namespace
+                shutil.rmtree(parent / name, ignore_errors=True)
             raise AiflameError(
                 f"cannot write {parent / name}: {error.strerror}", room_hint()
             ) from error
@@ -217,14 +218,17 @@ class Unfinished:
         try:
             with _locked(self.directory.parent):
                 lock = _lock(self.directory)
-            if not self.directory.exists():  # it was locked while it was removed
+            try:
+                # As who had it before has left it: published, for instance, or gone.
+                destination = Destination.of_json((self.directory / _DESTINATION).read_text())
+            except BaseException:
                 os.close(lock)
-                raise FileNotFoundError(self.directory)
-        except OSError as error:
+                raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise AiflameError(
                 f"another command is finishing {self.name}", "aiflame recover lists what is left"
             ) from error
-        taken = Workspace(self.directory, lock, self.destination)
+        taken = Workspace(self.directory, lock, destination)
         taken.is_kept = True
         return taken
 

@@ -80,6 +80,31 @@ def test_what_a_killed_recording_leaves_is_found(tmp_path: Path) -> None:
         found.take()
 
 
+def test_who_takes_one_has_what_was_noted_last(tmp_path: Path) -> None:
+    with _killed(tmp_path / "a") as left:
+        pass
+    (found,) = unfinished()
+    # Somebody else published it meanwhile, and was killed then.
+    with found.take() as other:
+        other.publish()
+        other.is_kept = True
+    with found.take() as taken:
+        assert taken.destination.published is not None
+        taken.publish()
+    assert not left.directory.exists()
+
+
+def test_a_recorder_of_the_same_name_is_left_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As in another pid namespace, with the same directories.
+    monkeypatch.setattr(workspace.time, "strftime", lambda *_: "20261128T120000Z")
+    with Workspace.create(_destination(tmp_path / "a")) as first:
+        with pytest.raises(AiflameError, match="File exists"):
+            Workspace.create(_destination(tmp_path / "b"))
+        assert first.directory.exists()
+
+
 def test_a_child_that_outlives_a_recording_does_not_hide_what_is_left(tmp_path: Path) -> None:
     with _killed(tmp_path / "a"):
         ended, end = os.pipe()
