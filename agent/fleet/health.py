@@ -8,6 +8,7 @@ is slow, or many, keeps the kubelet from its answer, which would end the agent.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http
 import selectors
@@ -88,21 +89,24 @@ class HealthServer:
         registry.register(vitals)
         host, port = settings.health_address
         certificate = None if settings.health_cert_file is None else _Certificate(settings)
-        try:
-            listening = _listening(host, port)
-        except OSError as error:
-            raise AiflameError(
-                f"no health endpoint at {settings.health}: {error.strerror}",
-                "set another address as `health`",
-            ) from error
-        shown = f"[{host}]" if ":" in host else host
-        scheme = "http" if certificate is None else "https"
-        self.url = f"{scheme}://{shown}:{listening.getsockname()[1]}"
         answers = _Answers(vitals, registry, settings.health_token)
-        self._end, ended = socket.socketpair()
-        loop = _Loop(listening, ended, certificate, answers)
-        self._thread = threading.Thread(target=loop.run, name="health", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as parts:
+            try:
+                listening = parts.enter_context(_listening(host, port))
+                ours, theirs = map(parts.enter_context, socket.socketpair())
+                loop = _Loop(listening, theirs, certificate, answers)
+                self._thread = threading.Thread(target=loop.run, name="health", daemon=True)
+                self._thread.start()
+            except (OSError, RuntimeError) as error:  # no descriptor, or no thread, is left
+                raise AiflameError(
+                    f"no health endpoint at {settings.health}: {getattr(error, 'strerror', error)}",
+                    "set another address as `health`",
+                ) from error
+            self._end = ours
+            shown = f"[{host}]" if ":" in host else host
+            scheme = "http" if certificate is None else "https"
+            self.url = f"{scheme}://{shown}:{listening.getsockname()[1]}"
+            parts.pop_all()
 
     def close(self) -> None:
         """Ends it."""
