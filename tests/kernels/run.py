@@ -134,6 +134,8 @@ def _arguments() -> argparse.Namespace:
         help="boot a kernel again that is not as it should be: other work on the host spoils a run",
     )
     args = parser.parse_args()
+    if args.systemd and (args.environments or args.kernels):
+        parser.error(f"--systemd boots {_OF_SYSTEMD}, and nothing else")
     unknown = set(args.kernels) - set(KERNELS)
     if unknown:
         parser.error(

@@ -536,10 +536,11 @@ static void start(const struct control *asked)
 		helper.asked.duty_permille = ALWAYS_PERMILLE;
 	if (helper.asked.serialised_permille > MOST_SERIALISED_PERMILLE)
 		helper.asked.serialised_permille = MOST_SERIALISED_PERMILLE;
-	if (!helper.is_on || is_other)
+	if (!helper.is_on || is_other) {
 		helper.is_final = false;
+		helper.errors = 0;
+	}
 	helper.is_on = true;
-	helper.errors = 0;
 	if (!is_ended_by_driver() && !helper.is_subscribed && !helper.is_final)
 		subscribe();
 	ring_bell();
