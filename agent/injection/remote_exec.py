@@ -18,6 +18,7 @@ import time
 
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.injection.delivery import DeliveredFile, deliver_own_files, memory_path
+from aiflame.agent.injection.requests import SYNCHRONOUS
 from aiflame.agent.injection.tracer import InjectionRefused, Tracer
 from aiflame.agent.processes import procfs
 from aiflame.agent.python import debugoffsets
@@ -45,7 +46,8 @@ _SECCOMP_OFF = "0"
 _WORD, _INT = struct.Struct("<Q"), struct.Struct("<i")
 
 # Of built-in modules but for _ctypes, without which there is no way: packages take long to import.
-# Signals are for the program's own threads, also in threads that the library makes. Exceptions
+# Signals are for the program's own threads, also in threads that the library makes, but for those
+# that an instruction raises. Exceptions
 # would be printed, wherever the program writes to: what fails is found out from outside.
 _TEXT = """\
 import posix
@@ -59,7 +61,8 @@ def remove(path):
 def load():
     try:
         import _ctypes, _signal
-        _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
+        blocked = _signal.valid_signals() - {synchronous}
+        _signal.pthread_sigmask(_signal.SIG_BLOCK, blocked)
         posix.rename({asked!r}, {library!r})
     except BaseException:
         return remove({asked!r})
@@ -252,4 +255,5 @@ def _script(directory: str, name: str) -> bytes:
         name=f"/{name}",
         before=before,
         now=_RTLD_NOW,
+        synchronous={*SYNCHRONOUS},
     ).encode()

@@ -40,7 +40,7 @@ _SIG_SETMASK, _SIGSET_BYTES = 2, 8
 # asm/signal.h, signal(7). Not those that an instruction raises, which end the process where they
 # are blocked: SIGILL, SIGTRAP, SIGBUS, SIGFPE, SIGSEGV, SIGSYS. A program may handle them, as one
 # that protects its memory to see what is written.
-_SYNCHRONOUS = (4, 5, 7, 8, 11, 31)
+SYNCHRONOUS = (4, 5, 7, 8, 11, 31)
 # What glibc does in all threads at once, and waits for: to cancel them, and setuid(2) and the like
 # (nptl's SIGCANCEL, SIGSETXID). The new thread and those that it makes have to let them through.
 _OF_GLIBC = (32, 33)
@@ -67,7 +67,7 @@ def _signals(numbers: Iterable[int]) -> int:
     return sum(1 << (number - 1) for number in numbers)
 
 
-_BLOCKED = _signals({*range(1, 65)} - {*_SYNCHRONOUS})
+_BLOCKED = _signals({*range(1, 65)} - {*SYNCHRONOUS})
 _UNBLOCKED = _signals(_OF_GLIBC)
 
 _RTLD_NOW = 2  # bits/dlfcn.h; RTLD_LOCAL is 0
