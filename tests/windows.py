@@ -30,6 +30,15 @@ from aiflame.agent.sinks.jit_symbols import jit_window, with_jit_symbols
 _END_NS = 10_000_000_000
 _PERIOD_NS = 10_000_000
 
+# What a recorder says of a recording.
+FACTS: dict[str, str | int] = {
+    "aiflame_version": "0",
+    "started_unix_ns": 5,
+    "period_ns": _PERIOD_NS,
+    "command": "aiflame record",
+    "target": "all",
+}
+
 
 @dataclass(frozen=True)
 class Interval:

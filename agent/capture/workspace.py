@@ -216,15 +216,14 @@ class Unfinished:
             AiflameError: Somebody else has taken it, or finished it.
         """
         try:
-            with _locked(self.directory.parent):
-                lock = _lock(self.directory)
-            try:
+            with contextlib.ExitStack() as parts:
+                with _locked(self.directory.parent):
+                    lock = _lock(self.directory)
+                parts.callback(os.close, lock)
                 # As who had it before has left it: published, for instance, or gone.
-                destination = Destination.of_json((self.directory / _DESTINATION).read_text())
-            except BaseException:
-                os.close(lock)
-                raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
+                destination = _destination_of(self.directory)
+                parts.pop_all()
+        except _NO_DESTINATION as error:
             raise AiflameError(
                 f"another command is finishing {self.name}", "aiflame recover lists what is left"
             ) from error
@@ -302,8 +301,8 @@ def _left_in(parent: Path) -> Iterator[Unfinished]:
         except OSError:
             continue  # it runs
         try:
-            destination = Destination.of_json((directory / _DESTINATION).read_text())
-        except (OSError, ValueError, KeyError, TypeError):
+            destination = _destination_of(directory)
+        except _NO_DESTINATION:
             # Killed at its very start, or while it was removed.
             shutil.rmtree(directory, ignore_errors=True)
         else:
@@ -316,9 +315,17 @@ def _held_in(parent: Path) -> Iterator[Unfinished]:
     for directory in parent.iterdir():
         if _is_locked(directory):
             # Not where it is removed just now.
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                destination = Destination.of_json((directory / _DESTINATION).read_text())
-                yield Unfinished(directory, destination)
+            with contextlib.suppress(*_NO_DESTINATION):
+                yield Unfinished(directory, _destination_of(directory))
+
+
+# There is no note of it, or one that cannot be understood.
+_NO_DESTINATION = (OSError, ValueError, KeyError, TypeError)
+
+
+def _destination_of(directory: Path) -> Destination:
+    """Reads what a recording is to become; one of `_NO_DESTINATION` is raised where that fails."""
+    return Destination.of_json((directory / _DESTINATION).read_text())
 
 
 def _candidates() -> list[Path]:

@@ -334,6 +334,8 @@ class Injection:
     def _begun_call(self, stopped: Stopped) -> Registers | None:
         """Returns what a thread that is held would begin anew, None where that is not known."""
         registers, size = stopped.registers, requests.CALL_BYTES
+        if not requests.is_continued(registers):
+            return registers
         span = Span(self._pid, stopped.tid, registers.rip - size, size)
         (code,) = self._memory.read([span])
         return requests.begun_call(registers, self._begun.get(stopped.tid), code.data)

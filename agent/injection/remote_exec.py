@@ -47,8 +47,8 @@ _WORD, _INT = struct.Struct("<Q"), struct.Struct("<i")
 
 # Of built-in modules but for _ctypes, without which there is no way: packages take long to import.
 # Signals are for the program's own threads, also in threads that the library makes, but for those
-# that an instruction raises. Exceptions
-# would be printed, wherever the program writes to: what fails is found out from outside.
+# that an instruction raises. Exceptions would be printed, wherever the program writes to: what
+# fails is found out from outside.
 _TEXT = """\
 import posix
 

@@ -197,6 +197,12 @@ class Loan(NamedTuple):
     lowest: int
 
 
+def is_continued(registers: Registers) -> bool:
+    """Whether a thread is in restart_syscall(2), which was interrupted as what it goes on with."""
+    is_again = registers.orig_rax == SYS_RESTART_SYSCALL
+    return is_again and registers.result == -ERESTART_RESTARTBLOCK
+
+
 def begun_call(registers: Registers, before: Registers | None, code: bytes) -> Registers | None:
     """Returns registers as a thread had them when the system call was first interrupted it is in.
 
@@ -211,10 +217,7 @@ def begun_call(registers: Registers, before: Registers | None, code: bytes) -> R
     Returns:
         None where nobody knows which call it was: another than us has interrupted it.
     """
-    is_continued = (
-        registers.orig_rax == SYS_RESTART_SYSCALL and registers.result == -ERESTART_RESTARTBLOCK
-    )
-    if not is_continued:
+    if not is_continued(registers):
         return registers
     if before is not None and before._replace(orig_rax=SYS_RESTART_SYSCALL) == registers:
         return before

@@ -14,6 +14,7 @@ from aiflame.agent import kernelfs
 from aiflame.agent.injection.fitness import Fitness
 from aiflame.agent.injection.questions import LibraryFacts, Role
 from aiflame.agent.injection.requests import Registers
+from aiflame.agent.injection.tracer_worker import WAITS
 from aiflame.agent.model.profile import StopReason
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.elf_images import ElfImages
@@ -32,11 +33,10 @@ _QUIET_CALLS = {0, 7, 45, 47, 43, 61, 35, 23, 232, 230, 270, 271, 281, 288}
 # wait4, rt_sigsuspend, futex, restart_syscall (one of these), clock_nanosleep, waitid, pselect6,
 # ppoll, futex_waitv; -1 is none, in a page fault.
 _CONTINUED = {7, 23, 34, 35, 61, 130, 202, 219, 230, 247, 270, 271, 449, -1}
-# Those that a stop begins anew, which had done nothing: read, readv, recvfrom, recvmsg, recvmmsg,
-# accept, accept4, epoll_wait, epoll_pwait, epoll_pwait2, semop, semtimedop, rt_sigtimedwait,
-# io_getevents, io_pgetevents, io_uring_enter.
-_BEGUN_ANEW = {0, 19, 45, 47, 299, 43, 288, 232, 281, 441, 65, 220, 128, 208, 333, 426}
-# Some of these return with a part of what they wait for, by one of their arguments: flags of
+# Calls of `WAITS` in which no thread is stopped, since a part may have been written by then: write,
+# writev, connect, sendto, sendmsg, sendmmsg, fallocate.
+_WITH_AN_EFFECT = {1, 20, 42, 44, 46, 307, 285}
+# Which of the others return with a part of what they wait for, by one of their arguments: flags of
 # linux/socket.h (MSG_WAITALL; without MSG_WAITFORONE), how many events, how many requests as well.
 _WAITALL, _WAITFORONE = 0x100, 0x10000
 _RETURNS_A_PART: Mapping[int, tuple[int, Callable[[int], bool]]] = {
@@ -138,7 +138,7 @@ def _urgency(pid: int, tid: int) -> int | None:
     number, arguments = int(call), words[1:7]
     if number in _CONTINUED:
         return 0
-    if number not in _BEGUN_ANEW:
+    if number not in WAITS - _WITH_AN_EFFECT:
         return None
     at, returns_a_part = _RETURNS_A_PART.get(number, (0, lambda _: False))
     return None if returns_a_part(int(arguments[at], 16)) else 2

@@ -17,15 +17,8 @@ from aiflame.agent.errors import AiflameError, CaptureError, UsageError
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks import rebuilt
 from aiflame.agent.sinks.segments import RecordedWindows, SegmentSink
-from windows import RandomRecording
+from windows import FACTS, RandomRecording
 
-_FACTS: dict[str, str | int] = {
-    "aiflame_version": "0",
-    "started_unix_ns": 5,
-    "period_ns": 10_000_000,
-    "command": "aiflame record",
-    "target": "all",
-}
 _WINDOWS = RandomRecording(7).windows(3)
 _capture_of_windows = rebuilt.capture_of_windows
 
@@ -42,7 +35,7 @@ def _begun(path: Path) -> Workspace:
     """Returns a recording that runs, of which each window is in a segment of its own."""
     made = Workspace.create(Destination(path, "aiflame record", force=False, owner=None))
     for number, window in enumerate(_WINDOWS):
-        sink = SegmentSink(made.directory, _FACTS, first=number)
+        sink = SegmentSink(made.directory, FACTS, first=number)
         sink.put(window)
         sink.close()
     return made

@@ -40,15 +40,7 @@ from aiflame.agent.sinks.segments import (
 from aiflame.agent.symbolize.stacks import NamedStack, UnnamedStack
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from windows import RandomRecording, same_windows
-
-_FACTS: dict[str, str | int] = {
-    "aiflame_version": "0",
-    "started_unix_ns": 5,
-    "period_ns": 10_000_000,
-    "command": "aiflame record",
-    "target": "all",
-}
+from windows import FACTS, RandomRecording, same_windows
 
 
 def _captured(windows: list[Window]) -> Profile:
@@ -59,7 +51,7 @@ def _captured(windows: list[Window]) -> Profile:
         for window in windows:
             sink.put(window)
         facts = {"duration_ns": sink.end_ns, "recorder_cpu_ns": 0, "recorder_peak_rss_bytes": 0}
-        writer.put_meta({**_FACTS, **facts})
+        writer.put_meta({**FACTS, **facts})
         writer.commit()
         writer.close()
         return read_capture(path)
@@ -244,7 +236,7 @@ def test_a_wait_that_outlasts_a_capture_is_in_the_seconds_in_which_it_was(tmp_pa
         windows.append(builder.close(second * second_ns + sum(kinds.values())))
     # WHEN a capture ends there, and the recording goes on
     database = tmp_path / "cut.aiflame"
-    capture_of_windows(database, windows, _FACTS)
+    capture_of_windows(database, windows, FACTS)
     profile = read_capture(database)
     # THEN its time is not all in the last second
     by_second = Counter[tuple[int, int]]()
@@ -282,7 +274,7 @@ def test_newer_mappings_lie_over_older_ones() -> None:
 
 
 def _segments(folder: Path, windows: list[Window], keep_ns: int | None = None) -> None:
-    sink = SegmentSink(folder, _FACTS, keep_ns)
+    sink = SegmentSink(folder, FACTS, keep_ns)
     for window in windows:
         sink.put(window)
     sink.close()
@@ -326,7 +318,7 @@ def test_names_of_generated_code_outlive_the_process(tmp_path: Path) -> None:
     recorded = RecordedWindows(tmp_path)
     for window in recorded:
         check(window)
-    capture_of_windows(tmp_path / "run.aiflame", iter(recorded), _FACTS)
+    capture_of_windows(tmp_path / "run.aiflame", iter(recorded), FACTS)
     # THEN its stacks have these names, and one of which none was found says so
     profile = read_capture(tmp_path / "run.aiflame")
     assert Counter(names for names, *_ in _times(profile)) == Counter(
@@ -356,7 +348,7 @@ def test_segments_give_back_a_recording(tmp_path: Path) -> None:
     read = RecordedWindows(tmp_path)
     for window, found in zip(windows, read, strict=True):
         same_windows(window, found)
-    assert (read.facts, read.damage) == (_FACTS, [])
+    assert (read.facts, read.damage) == (FACTS, [])
     assert are_segments(tmp_path)
     assert all(are_segments(path) for path in tmp_path.iterdir())
 
@@ -368,7 +360,7 @@ def test_a_flight_recorder_keeps_what_it_was_told_to(tmp_path: Path) -> None:
     assert 1000 - 180 <= ends[0] <= 1000 - 119
     # Each segment stands for itself.
     path = tmp_path / "run.aiflame"
-    capture_of_windows(path, RecordedWindows(tmp_path), _FACTS)
+    capture_of_windows(path, RecordedWindows(tmp_path), FACTS)
     profile = read_capture(path)
     assert profile.recording.started_unix_ns == 5 + (ends[0] - 1) * 1_000_000_000
     assert profile.recording.duration_ns == len(ends) * 1_000_000_000
@@ -399,7 +391,7 @@ def test_where_there_is_nothing_that_is_said(tmp_path: Path) -> None:
         header = len(file.read()) // 4
     path.write_bytes(path.read_bytes()[:header])
     with pytest.raises(BadSegment, match="no window"):
-        capture_of_windows(tmp_path / "run.aiflame", RecordedWindows(tmp_path), _FACTS)
+        capture_of_windows(tmp_path / "run.aiflame", RecordedWindows(tmp_path), FACTS)
 
 
 def test_facts_and_numbers_that_no_recording_has_are_refused(tmp_path: Path) -> None:
@@ -410,7 +402,7 @@ def test_facts_and_numbers_that_no_recording_has_are_refused(tmp_path: Path) -> 
     samples["weight_ns"] = (1 << 64) - 1
     forged = replace(window, samples=samples)
     with pytest.raises(BadSegment, match="damaged"):
-        capture_of_windows(tmp_path / "b", [forged], _FACTS, with_names=False)
+        capture_of_windows(tmp_path / "b", [forged], FACTS, with_names=False)
 
 
 def test_a_full_disk_is_said_and_leaves_whole_windows(
@@ -428,7 +420,7 @@ def test_a_full_disk_is_said_and_leaves_whole_windows(
             raise OSError(28, "No space left on device")
         return write(descriptor, data)
 
-    sink = SegmentSink(tmp_path, _FACTS)
+    sink = SegmentSink(tmp_path, FACTS)
     windows = _long(5)
     monkeypatch.setattr(segment.os, "write", full)
     with pytest.raises(DiskFull, match="No space left"):
