@@ -96,6 +96,7 @@ class BinaryTable:
         self._fds: set[int] = set()
         self._shares = Shares(for_targets)
         self._payers: dict[int, tuple[int, str]] = {}  # of descriptors, by index
+        self._opened_late: set[int] = set()
 
     def of_mapping(self, pid: int, payer: str, line: MapsLine, root: str = "") -> BinaryFile | None:
         """Returns the file that a mapping shows, None for anonymous memory.
@@ -133,9 +134,15 @@ class BinaryTable:
             self.unopened += fd is None
         else:
             self.unopened -= 1
+            self._opened_late.add(index)
         self.files[index] = file
         self._by_identity[identity] = file
         return file
+
+    def take_opened_late(self) -> set[int]:
+        """Returns the files that could not be opened at first, and were since last."""
+        late, self._opened_late = self._opened_late, set()
+        return late
 
     def has_open(self, line: MapsLine) -> bool:
         """Whether what a mapping shows is open already, if it is a file."""
@@ -232,6 +239,7 @@ class BinaryTable:
 
     def forget(self, binaries: Collection[int]) -> None:
         """Closes files that nobody maps any more; their indexes are not used again."""
+        self._opened_late.difference_update(binaries)
         for binary in binaries:
             file = self.files.pop(binary, None)
             if file is not None and file.fd is not None:

@@ -172,6 +172,11 @@ class UnwindTables:
         self._kernel.remove([binary for binary in binaries if binary in self._kernel.loaded])
         self.images.forget_binaries(binaries)
 
+    def renew(self, binaries: Collection[int]) -> None:
+        """Asks anew for the tables of files that could not be opened at first."""
+        self.forget_binaries(binaries)
+        self._wanted.update(binaries)
+
     def note_used(self, hits: Counter[int]) -> None:
         """Takes note of how many of a drain's stacks each binary is in."""
         self._drains += 1

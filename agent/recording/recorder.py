@@ -338,6 +338,7 @@ class Recorder:
         self._cut_sleeps = CutSleeps(programs, table, self.tables, walks, self.pythons, self.stacks)
         self._long_waits = LongWaits(programs, table, walks, self.pythons, self.stacks)
         self.samples = Samples(window, table, self.thread_times, self._cut_sleeps)
+        self._of_binaries = self.tables, self.pythons, self.calls, self.devices, self.facts
         self._ended = Ended(
             programs,
             table,
@@ -347,7 +348,7 @@ class Recorder:
                 *(self.tables, self._cut_sleeps, self.pythons, self.calls),
                 *(self.kernels, self.devices, self.facts),
             ),
-            (self.tables, self.pythons, self.calls, self.devices, self.facts),
+            self._of_binaries,
             self.devices.used_binaries,
             self._used_images,
         )
@@ -554,6 +555,11 @@ class Recorder:
         Where there are new files, walks of stacks come first, which go on meanwhile: the others ask
         about these, and wait for the answers. What maps known files is brought with others.
         """
+        opened_late = self.table.binaries.take_opened_late()
+        if opened_late:  # that there is nothing in them is no more true
+            for keeper in self._of_binaries:
+                keeper.forget_binaries(opened_late)
+            self.tables.renew(opened_late)
         remapped = self.table.take_remapped()
         images = [image for image in remapped if not self._left_out.leave_out(image)]
         if self._options.user_stacks:

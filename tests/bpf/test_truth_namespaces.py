@@ -69,6 +69,27 @@ def test_files_of_another_mount_namespace_give_names(guest: Path, tmp_path: Path
     assert process.executable == str(inside / "guest")
 
 
+def test_a_file_that_could_not_be_opened_at_first_is_later(guest: Path, tmp_path: Path) -> None:
+    # GIVEN a program that nobody finds where it was once it is over, and that ends at once
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    script = (
+        'mount -t tmpfs none "$2" && cp "$1"/* "$2" || exit;'
+        ' for _ in $(seq 30); do "$2/guest" </dev/null >/dev/null; done; exec "$2/guest"'
+    )
+    command = ["unshare", "-m", "sh", "-c", script, "sh", guest, inside]
+    with (
+        Recording(tmp_path, "-a", "-F", 999, "--gpu", "none") as recording,
+        Workload(command) as workload,
+    ):
+        # WHEN it runs for longer
+        workload.go()
+        truth = workload.truth()
+        profile = recording.stop().profile
+    # THEN it has names and whole stacks
+    _assert_functions_have_names(profile, truth)
+
+
 def test_deleted_files_give_names(guest: Path, tmp_path: Path) -> None:
     with Workload([guest / "guest"]) as workload:
         shutil.rmtree(guest)

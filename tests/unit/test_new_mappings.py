@@ -10,7 +10,11 @@ from aiflame.agent.recording.recorder import Recorder
 
 
 def _done_for(
-    images: list[str], *, known: tuple[str, ...] = (), has_entered: bool = True
+    images: list[str],
+    *,
+    known: tuple[str, ...] = (),
+    has_entered: bool = True,
+    opened_late: tuple[int, ...] = (),
 ) -> list[str]:
     """Returns what a recorder does, in order, once the mappings of images were read.
 
@@ -18,17 +22,24 @@ def _done_for(
         images: Their names.
         known: Those that map nothing but what others had mapped before.
         has_entered: Whether the threads that were there at the start are entered.
+        opened_late: Files that could not be opened at first.
     """
     done: list[str] = []
     recorder: Any = SimpleNamespace(
         table=SimpleNamespace(
-            take_remapped=lambda: images, is_current=lambda image: image != "ended"
+            binaries=SimpleNamespace(take_opened_late=lambda: {*opened_late}),
+            take_remapped=lambda: images,
+            is_current=lambda image: image != "ended",
         ),
         tables=SimpleNamespace(
             maps_new_files=lambda image: image not in known,
             push=lambda image: done.append(f"push {image}"),
             poll=lambda: done.append("poll"),
+            renew=lambda files: done.append(f"renew {files}"),
         ),
+        _of_binaries=[
+            SimpleNamespace(forget_binaries=lambda files: done.append(f"forget {files}"))
+        ],
         _left_out=SimpleNamespace(leave_out=lambda image: image == "left out"),
         _options=SimpleNamespace(user_stacks=True),
         _has_entered=has_entered,
@@ -54,3 +65,8 @@ def test_changes_are_made_together_where_no_file_is_new() -> None:
 
 def test_no_change_is_waited_for_while_existing_threads_are_entered() -> None:
     assert _done_for(["first"], has_entered=False) == ["push first", "look first"]
+
+
+def test_what_is_said_of_files_that_could_not_be_opened_is_forgotten_first() -> None:
+    done = _done_for(["first"], opened_late=(7,))
+    assert done == ["forget {7}", "renew {7}", "push first", "poll", "look first"]

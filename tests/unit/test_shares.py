@@ -104,6 +104,8 @@ def test_files_of_one_process_leave_descriptors_to_others(binaries: BinaryTable)
     assert all(_map(binaries, 4, "honest", range(299, 309)))
     # THEN they are opened
     assert binaries.unopened == 100 + 20 - 8
+    assert len(binaries.take_opened_late()) == 8
+    assert not binaries.take_opened_late()
     # AND what nobody maps any more is there for all
     binaries.forget(range(60))
     assert all(_map(binaries, 3, "hostile", range(521, 531)))
