@@ -28,6 +28,9 @@ _ZEROS = bytes(_CHUNK_BYTES)
 MAX_BYTES = 3 << 29
 # Copied in 2 ms, while a cache of 14,000 files takes 10 ms to list.
 _SMALL_BYTES = 2 << 20
+# Of a kernel that PoCL compiles these are 2 KB: tables of so little take as long to find as to
+# make, and to make those that are kept takes a process more.
+_TINY_BYTES = 16 << 10
 _TABLES_OF_SYMBOLS = (elf.SHT_SYMTAB, elf.SHT_DYNSYM)
 _FDES = (".eh_frame", ".eh_frame_hdr")
 # Of Go's programs at a fixed address, and of those at any (cmd/link/internal/ld/data.go).
@@ -53,6 +56,11 @@ class Contents(NamedTuple):
     def is_small(self) -> bool:
         """Whether a copy is cheaper than to look for what was made of them, by their build id."""
         return sum(size for _, size in self.parts) <= _SMALL_BYTES
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether what is made of them is not worth to be kept."""
+        return sum(size for _, size in self.parts) <= _TINY_BYTES
 
     def digest(self, file: TargetFile, copy: int | None = None) -> bytes:
         """Returns a digest of the bytes, and where they are.

@@ -319,6 +319,7 @@ class _Files:
         candidates: The files themselves.
         digest: Of all of them; "" where one is too large or damaged, and nothing is cached.
         are_copies: Whether the parser's files are copies, so that what it makes may be stored.
+        are_tiny: Whether that is not worth it.
         problems: What is no debug file.
     """
 
@@ -346,7 +347,7 @@ class _Files:
         self.handed = [fd]
         self.candidates: list[Candidate] = []
         self.digest = ""
-        self.are_copies = False
+        self.are_copies = self.are_tiny = False
         self.problems: list[Problem] = []
         self._stack = contextlib.ExitStack()
         try:
@@ -379,6 +380,7 @@ class _Files:
             self.handed = [copy for copy, _ in copies]
             self.are_copies = True
         self.digest = digest
+        self.are_tiny = all(self._parts(one)[1].is_tiny for one in fds)
 
     def _held(self, build_id: str, fds: Sequence[int]) -> str:
         """Returns the digest of files of which there are tables in the cache, else ""."""
@@ -465,7 +467,8 @@ class _Files:
         file, parts = self._parts(fd)
         copy, digest = parts.copied(file)
         self._stack.callback(os.close, copy)
-        self._keep(before, fd, digest.hex())
+        if not parts.is_tiny:  # it is copied again as fast as that is looked up
+            self._keep(before, fd, digest.hex())
         return copy, digest.hex()
 
 
@@ -642,7 +645,9 @@ class Worker:
 
     def _fresh(self, files: _Files) -> Parser | None:
         """Returns a parser whose tables are stored; None where there are to be none, or no room."""
-        if not files.are_copies or not self._access.store.usable or files.digest in self._made:
+        if not files.are_copies or files.are_tiny or not self._access.store.usable:
+            return None
+        if files.digest in self._made:
             return None
         with contextlib.suppress(OSError):
             return Parser(self._parse)

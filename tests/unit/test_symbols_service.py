@@ -67,9 +67,12 @@ def bad_worker(tmp_path: Path) -> tuple[str, ...]:
     return (sys.executable, str(script))
 
 
-def binary(directory: Path, name: str) -> Request:
+def binary(directory: Path, name: str, *, others: int = 700) -> Request:
+    """Returns a request of a function, and of nothing, in a file with so many other functions."""
     path = directory / name
-    path.write_bytes(Elf(symbols=[Symbol(f"_Z{len(name)}{name}v", 0x1000, 16)]).build())
+    symbols = [Symbol(f"other{number}", 0x9000 + 16 * number, 16) for number in range(others)]
+    symbols.append(Symbol(f"_Z{len(name)}{name}v", 0x1000, 16))
+    path.write_bytes(Elf(symbols=symbols).build())
     return Request(str(path), "", np.array([0x1000, 0x5000], dtype=np.uint64))
 
 
@@ -161,6 +164,17 @@ def test_warm_builds_the_tables_ahead(tmp_path: Path) -> None:
         assert list(service.resolve_many([binary(tmp_path, "other")]))
         assert len(list(cache.glob("*.symbols03"))) == 2
         assert names(service, request) == [[["one()"], []]]
+
+
+def test_tables_of_tiny_files_are_made_each_time(tmp_path: Path) -> None:
+    # GIVEN kernels as PoCL compiles them, anew each time that a program starts
+    requests = [binary(tmp_path, name, others=0) for name in ("one", "two")]
+    cache = tmp_path / "cache"
+    for _ in range(2):
+        with SymbolService(cache) as service:
+            assert names(service, *requests, *requests) == 2 * [[["one()"], []], [["two()"], []]]
+    # THEN they take no room in the cache
+    assert not [*cache.iterdir()]
 
 
 def test_problem_of_a_warmed_binary_is_told_once(tmp_path: Path) -> None:
@@ -373,8 +387,9 @@ int main(int count, char **) { return shop::outer(count); }
 
 
 def _built(folder: Path, *commands: str) -> tuple[Path, int]:
-    """A program and an address in a function with another one inlined."""
-    (folder / "shop.cc").write_text(_SHOP)
+    """A program of many functions, and an address in one with another one inlined."""
+    functions = "".join(f"void more{number}() {{}}\n" for number in range(300))
+    (folder / "shop.cc").write_text(f"{_SHOP}{functions}")
     program = folder / "shop"
     flags = ["-O1", "-g", "-Wl,--build-id", "-o", program, folder / "shop.cc"]
     subprocess.run(["g++", *flags], check=True)

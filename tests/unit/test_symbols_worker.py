@@ -20,7 +20,7 @@ def test_what_a_parser_says_of_a_file_of_others_is_not_kept(tmp_path: Path) -> N
     # GIVEN a parser that lies of a binary, and of a file of others, its debug file as it says
     own, other = tmp_path / "own", tmp_path / "other"
     for path in (own, other):
-        path.write_bytes(Elf(symbols=[Symbol("f", 0x1000, 16)]).build())
+        path.write_bytes(Elf(symbols=[Symbol("f", 0x1000, 16)]).build() + bytes(1 << 15))
     other.chmod(0o666)
     fds = [os.open(path, os.O_RDONLY) for path in (own, other)]
     wait_until(lambda: all(is_settled(os.fstat(fd), fd) for fd in fds))
@@ -29,7 +29,7 @@ def test_what_a_parser_says_of_a_file_of_others_is_not_kept(tmp_path: Path) -> N
         while True:
             _, (fd,) = channel.receive()
             os.close(fd)
-            channel.send({"outline": ["", "other", False, [[0, 64]]]})
+            channel.send({"outline": ["", "other", False, [[0, 1 << 15]]]})
 
     class Access(DirectAccess):
         def candidates(self, *_: str) -> Iterator[Candidate]:
