@@ -241,4 +241,4 @@ def test_windows_are_longer_where_less_is_done() -> None:
     for thrift in (1, 2, 16, 1):
         Recorder._set_chances(recorder, Chances(1, thrift=thrift))
         lengths.append((recorder._window_ns // _S, recorder._device_window_ns // _S))
-    assert lengths == [(5, 1), (10, 2), (60, 4), (5, 1)]
+    assert lengths == [(5, 1), (10, 2), (60, 16), (5, 1)]
