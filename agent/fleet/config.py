@@ -54,7 +54,7 @@ _SECRETS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _MAX_FILE_BYTES = 1 << 20
 
 # What holds a secret, of the agent and of sinks; Secret has its own.
-_SECRET_FILES = ("token_file", "password_file", "health_key_file")
+_SECRET_FILES = ("token_file", "password_file", "key_file", "health_key_file")
 
 # The kernel's own limit for clock events is a period of 10 us (perf_swevent_init_hrtimer).
 _MAX_FREQUENCY_HZ = 100_000

@@ -62,6 +62,9 @@ class Settings:
         user: Who may insert there.
         password_file: A file with the user's password.
         ca_file: Certificates to trust, instead of the system's.
+        cert_file: This host's own certificate, for a server that asks for one. Without a password
+            it tells who the user is.
+        key_file: Its key.
         cluster: What all rows say of it.
         keep_days: As the store was made: what is older is not sent.
     """
@@ -71,6 +74,8 @@ class Settings:
     user: str = ""
     password_file: Path | None = None
     ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
     cluster: str = ""
     keep_days: int = KEEP_DAYS
 
@@ -91,8 +96,11 @@ def make(settings: Settings, node: str) -> ClickHouseSink:
         user=settings.user,
         password_file=settings.password_file,
         ca_file=settings.ca_file,
+        cert_file=settings.cert_file,
+        key_file=settings.key_file,
     )
     server.password({})
+    server.tls()
     return ClickHouseSink(server, cluster=settings.cluster, keep_days=settings.keep_days)
 
 

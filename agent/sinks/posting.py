@@ -28,6 +28,7 @@ from aiflame.agent.errors import UsageError
 from aiflame.agent.loopback import is_loopback
 from aiflame.agent.reports.words import showable
 from aiflame.agent.sinks.requests import SinkAway
+from aiflame.agent.tls import client_context
 
 # Answers of back-ends are a few numbers, or an error in a sentence.
 _MAX_ANSWER_BYTES = 64 << 10
@@ -40,7 +41,7 @@ _MAX_SECRET_BYTES = 16 << 10
 NOT_LET_IN = (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN)
 # Whoever asks for more is wrong about its clock: it is asked again after an hour.
 _MAX_RETRY_AFTER_S = 3_600.0
-# How often whom to trust is read anew: 20 ms of CPU time, where it is all that the system trusts.
+# How often certificates are read anew: 20 ms of CPU time where all are that the system trusts.
 _TLS_S = 600.0
 
 
@@ -55,6 +56,8 @@ class PostSettings:
         user: For basic authentication, with `password_file`.
         password_file: A file with its password.
         ca_file: Certificates to trust, instead of the system's.
+        cert_file: This host's own certificate, for a back-end that asks for one.
+        key_file: Its key.
         insecure: Trust any certificate, and send secrets without TLS.
         timeout_s: A request may take so long, from the connection to the end of the answer.
     """
@@ -65,6 +68,8 @@ class PostSettings:
     user: str = ""
     password_file: Path | None = None
     ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
     insecure: bool = False
     # As `pyroscope.write` of Grafana Alloy.
     timeout_s: float = 10.0
@@ -130,7 +135,7 @@ class Poster:
             raise UsageError(f"{settings.url}: {error}") from error
 
     def _refresh_tls(self) -> None:
-        """Reads anew whom to trust, now and then: certificates are replaced."""
+        """Reads certificates anew, now and then: they are replaced."""
         if self._tls is not None and time.monotonic() - self._tls_s >= _TLS_S:
             self._tls_s = time.monotonic()
             with suppress(UsageError):  # just now: those before go on
@@ -218,6 +223,8 @@ def _checked(settings: PostSettings) -> SplitResult:
         raise UsageError(f"{settings.url}: both a token and a user")
     if bool(settings.user) != bool(settings.password_file):
         raise UsageError(f"{settings.url}: `user` and `password_file` are only good together")
+    if url.scheme == "http" and (settings.cert_file or settings.key_file):
+        raise UsageError(f"{settings.url}: a certificate, without TLS", "write https://")
     if not 0 < settings.timeout_s <= _MAX_RETRY_AFTER_S:
         raise UsageError(f"{settings.url}: a timeout of {settings.timeout_s} s")
     has_secret = bool(settings.token_file or settings.user)
@@ -231,11 +238,7 @@ def _checked(settings: PostSettings) -> SplitResult:
 
 
 def _tls(settings: PostSettings) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=settings.ca_file)
-    except (OSError, ssl.SSLError) as error:
-        raise UsageError(f"{settings.ca_file}: no certificates to trust: {error}") from error
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context = client_context(settings.ca_file, settings.cert_file, settings.key_file)
     if settings.insecure:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

@@ -4,6 +4,8 @@
 clickhouse://[USER@]HOST[:PORT]/DATABASE     HTTP; of another host only without a password
 clickhouses://[USER@]HOST[:PORT]/DATABASE    HTTPS
 ?ca_file=PATH                                certificates to trust, instead of the system's
+?cert_file=PATH&key_file=PATH                one's own certificate; without a password it tells who
+                                             the user is
 ?password_file=PATH                          read at each connection, so that it may change
 
 Without password_file, AIFLAME_STORE_PASSWORD holds the password, if there is one, and
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +25,12 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from aiflame.agent.errors import UsageError
 from aiflame.agent.loopback import is_loopback
 from aiflame.agent.store.engine import DATABASE
+from aiflame.agent.tls import client_context
 
 _PLAIN, _TLS = "clickhouse", "clickhouses"
 # ClickHouse's own: http_port and https_port.
 _PORTS = {_PLAIN: 8123, _TLS: 8443}
-_OPTIONS = ("ca_file", "password_file")
+_OPTIONS = ("ca_file", "cert_file", "key_file", "password_file")
 
 # It stands in statements and URLs.
 _DATABASE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
@@ -51,6 +55,7 @@ class Server:
         user: "" for the server's default.
         password_file: None where there is none.
         ca_file: None for the system's certificates.
+        cert_file, key_file: One's own certificate, and its key; None for none.
     """
 
     name: str
@@ -61,6 +66,8 @@ class Server:
     user: str
     password_file: Path | None = None
     ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
 
     @property
     def is_loopback(self) -> bool:
@@ -89,6 +96,18 @@ class Server:
                 f"use {_TLS}:// (HTTPS)",
             )
         return found
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Returns what connections are made with, None without TLS; files are read now.
+
+        Raises:
+            UsageError: A file cannot be read, or nobody would be shown the certificate.
+        """
+        if self.is_tls:
+            return client_context(self.ca_file, self.cert_file, self.key_file)
+        if self.cert_file or self.key_file:
+            raise UsageError(f"{self.host}: a certificate, without TLS", f"use {_TLS}:// (HTTPS)")
+        return None
 
 
 def address_of(text: str, environment: Mapping[str, str] = os.environ) -> Server | Path:
@@ -139,4 +158,6 @@ def address_of(text: str, environment: Mapping[str, str] = os.environ) -> Server
         user=user,
         password_file=files["password_file"],
         ca_file=files["ca_file"],
+        cert_file=files["cert_file"],
+        key_file=files["key_file"],
     )

@@ -9,11 +9,11 @@ the status back until it knows it.
 from __future__ import annotations
 
 import http.client
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
+from aiflame.agent.errors import UsageError
 from aiflame.agent.store.address import Server
 
 # Of what a server says of an error; more is noise.
@@ -83,6 +83,9 @@ def post(
         headers["X-ClickHouse-User"] = server.user
     if password := server.password():
         headers["X-ClickHouse-Key"] = password
+    elif server.user and server.cert_file:
+        # The certificate stands for the password (ClickHouse's guide to certificates of users).
+        headers["X-ClickHouse-SSL-Certificate-Auth"] = "on"
     if is_gzip:
         headers["Content-Encoding"] = "gzip"
     connection = _connection(server, timeout_s)
@@ -107,13 +110,12 @@ def post(
 
 
 def _connection(server: Server, timeout_s: float) -> http.client.HTTPConnection:
-    if not server.is_tls:
-        return http.client.HTTPConnection(server.host, server.port, timeout=timeout_s)
     try:
-        context = ssl.create_default_context(cafile=server.ca_file)
-    except (OSError, ssl.SSLError) as error:
+        context = server.tls()
+    except UsageError as error:  # of files that are being replaced
         raise Unreachable(f"certificates cannot be read: {error}") from error
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if context is None:
+        return http.client.HTTPConnection(server.host, server.port, timeout=timeout_s)
     return http.client.HTTPSConnection(server.host, server.port, timeout=timeout_s, context=context)
 
 

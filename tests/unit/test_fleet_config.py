@@ -83,6 +83,7 @@ def test_a_rule_means_the_same_wherever_it_is_given(
         'health_key_file = "{}"',
         '[sinks.otlp]\nurl = "https://h"\ntoken_file = "{}"',
         '[sinks.clickhouse]\nurl = "https://h"\nuser = "u"\npassword_file = "{}"',
+        '[sinks.otlp]\nurl = "https://h"\ncert_file = "/cert.pem"\nkey_file = "{}"',
     ],
 )
 def test_a_secret_that_all_can_read_is_refused(tmp_path: Path, words: str) -> None:

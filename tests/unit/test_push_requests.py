@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ from aiflame.agent.sinks.otlp import Settings as OtlpSettings
 from aiflame.agent.sinks.pyroscope import PyroscopeSink
 from aiflame.agent.sinks.pyroscope import Settings as PyroscopeSettings
 from aiflame.agent.sinks.requests import Request, RequestSink, SinkAway, SinkRefused
+from certificates import certificate
 from profiles import MS, RECORDING, small_profile
 from receivers import otlp, pyroscope
 from receivers.server import Reply, serving
@@ -326,6 +326,10 @@ def test_a_secret_is_not_sent_in_the_clear(make: Make, url: str, tmp_path: Path)
         {"token_file": Path("/dev/zero")},
         {"url": "https://h", "ca_file": Path("/no/such/file")},
         {"url": "https://h", "ca_file": Path("/dev/null")},
+        {"url": "https://h", "cert_file": Path("/dev/null"), "key_file": Path("/dev/null")},
+        {"url": "https://h", "cert_file": Path("/dev/null")},
+        {"url": "https://h", "key_file": Path("/dev/null")},
+        {"cert_file": Path("/dev/null"), "key_file": Path("/dev/null")},
         {"labels": ("nonsense",)},
         {"labels": ("thread",)},
     ],
@@ -346,21 +350,16 @@ def test_an_unknown_flavour_is_refused() -> None:
 
 
 @contextmanager
-def _tls_server(folder: Path) -> Iterator[tuple[str, Path]]:
-    key, certificate = folder / "key.pem", folder / "cert.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
-            *("-keyout", key, "-out", certificate, "-subj", "/CN=test"),
-            *("-addext", "subjectAltName=IP:127.0.0.1"),
-        ],
-        check=True,
-        capture_output=True,
-    )
+def _tls_server(folder: Path, clients: Path | None = None) -> Iterator[tuple[str, Path]]:
+    """Serves with a certificate of its own; whom it lets in is in a file, None for anybody."""
+    own, key = certificate(folder)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    context.load_cert_chain(own, key)
+    if clients is not None:
+        context.load_verify_locations(clients)
+        context.verify_mode = ssl.CERT_REQUIRED
     with serving(otlp.Collector(), context) as server:
-        yield server.url, certificate
+        yield server.url, own
 
 
 def test_certificates_are_checked(tmp_path: Path) -> None:
@@ -399,6 +398,32 @@ def test_whom_to_trust_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
             sink.send(_request(sink))
         trusted.write_bytes(now.read_bytes())
         assert sink.send(_request(sink)) == Counter()
+
+
+def test_a_host_shows_its_certificate_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiflame.agent.sinks.posting._TLS_S", 0.0)
+    known, key = certificate(tmp_path / "host")
+    other, other_key = certificate(tmp_path / "other")
+    with _tls_server(tmp_path, clients=known) as (url, ca_file):
+        # GIVEN a back-end that lets in whom it knows
+        for own in ({}, {"cert_file": other, "key_file": other_key}):
+            sink = _otlp(url, ca_file=ca_file, **own)
+            with pytest.raises(SinkAway):
+                sink.send(_request(sink))
+        # WHEN the certificate is replaced THEN requests get there, without a new start
+        other.write_bytes(known.read_bytes())
+        with pytest.raises(SinkAway):
+            sink.send(_request(sink))
+        other_key.write_bytes(key.read_bytes())
+        assert sink.send(_request(sink)) == Counter()
+
+
+def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(tmp_path: Path) -> None:
+    own, key = certificate(tmp_path, passphrase="hunter2")
+    with pytest.raises(UsageError, match="no certificate and key"):
+        _otlp("https://localhost:1", cert_file=own, key_file=key)
 
 
 @both
