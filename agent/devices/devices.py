@@ -394,7 +394,8 @@ class Devices:
         self._offsets: defaultdict[tuple[str, CodeKey], set[int]] = defaultdict(set)
         self._sites = 0  # of all codes
         self._locations = DeviceLocations(
-            table, images, lambda file: self._owner(file) is not None, self._runs_kernels
+            *(table, images, lambda file: self._owner(file) is not None, self._runs_kernels),
+            cpu_period_ns,
         )
         self._timed: set[int] = set()
         self._time_samples = time_samples
@@ -430,6 +431,11 @@ class Devices:
         """Whether a device can be sampled that targets use: a family may have found none."""
         devices = (device for running in self._running for device in running.devices)
         return any(device.tier is not Tier.LAUNCHES for device in devices)
+
+    @property
+    def are_running(self) -> bool:
+        """Whether families have begun: what they hear of others waits in small places."""
+        return bool(self._running)
 
     def _consider(self, image: ProcessImage) -> None:
         """Begins with the families whose devices a process may use, by what it has mapped."""

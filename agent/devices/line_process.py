@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from aiflame.agent.inspector.child import kill
 from aiflame.agent.process_group import OWN_PROCESS_GROUP
 
-# Of one line, and of what is taken at once: a line tells of one device in one second, in 200 bytes.
-_MAX_LINE_BYTES, _MAX_TAKEN_BYTES = 1 << 12, 1 << 16
+# Of one line, and of what is read at once, as much as a pipe holds: a line tells of one device in
+# one second, in 200 bytes. Whoever had to wait for room has more by then.
+_MAX_LINE_BYTES, _READ_BYTES, _MOST_READS = 1 << 12, 1 << 16, 16
 
 
 class LineProcess:
@@ -55,9 +56,12 @@ class LineProcess:
             return []
         data = b""
         with contextlib.suppress(BlockingIOError):
-            data = os.read(self._process.stdout.fileno(), _MAX_TAKEN_BYTES)
-            if not data:
-                self.close()
+            for _ in range(_MOST_READS):
+                read = os.read(self._process.stdout.fileno(), _READ_BYTES)
+                data += read
+                if not read:
+                    self.close()
+                    break
         *lines, self._rest = (self._rest + data).split(b"\n")
         if any(len(line) > _MAX_LINE_BYTES for line in (*lines, self._rest)):
             self.close()

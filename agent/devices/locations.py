@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -68,6 +68,7 @@ class DeviceLocations:
         images: ELF headers of its binaries.
         owns: Whether a binary, by index, is a device family's.
         runs_kernels: Whether a process may run kernels of a device family.
+        period_ns: What one sample stands for. Where fewer are taken, one is worth several.
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class DeviceLocations:
         images: ElfImages,
         owns: Callable[[int], bool],
         runs_kernels: Callable[[ProcessImage], bool],
+        period_ns: int,
     ) -> None:
         self._table = table
+        self._period_ns = period_ns
         self._images = images
         self._owns = owns
         self._runs_kernels = runs_kernels
@@ -136,10 +139,12 @@ class DeviceLocations:
             has_come: Whether the record of a stack was seen.
         """
         on_cpu = keys["sample_class"] == int(SampleClass.ON_CPU)
+        ns = values["ns"][on_cpu].astype(np.int64)
+        counts = (ns + self._period_ns // 2) // self._period_ns
         rows = zip(
             keys["stack"][on_cpu].tolist(),
             keys["tid"][on_cpu].tolist(),
-            values["count"][on_cpu].tolist(),
+            counts.tolist(),
             strict=True,
         )
         for stack, tid, count in rows:
@@ -177,12 +182,8 @@ class DeviceLocations:
                 continue
             location.binary = now[0]
             for tid, count in by_thread.items():
-                times = self._taken_at(stack, tid, until_ns)[:count]
-                untimed = CpuSample(
-                    location.image.index, tid, *now, location.is_caller, count - len(times)
-                )
-                found += [untimed] if untimed.count else []
-                found += [replace(untimed, count=1, taken_ns=ns) for ns in times]
+                sample = CpuSample(location.image.index, tid, *now, location.is_caller, count)
+                found += _at_times(sample, self._taken_at(stack, tid, until_ns)[:count])
         self._sums.clear()
         self._drop_times(until_ns)
         return found
@@ -232,3 +233,14 @@ class DeviceLocations:
         if mapping.binary == NO_BINARY or not self._owns(mapping.binary):
             return None
         return mapping.binary, location.address - self._images.bias(mapping)
+
+
+def _at_times(sample: CpuSample, times: Sequence[int]) -> list[CpuSample]:
+    """Divides samples among the times that are known of some; those of the others are like these.
+
+    One was taken at each of these times, and may stand for several.
+    """
+    if not times:
+        return [sample]
+    each, left = divmod(sample.count, len(times))
+    return [replace(sample, count=each + (at < left), taken_ns=ns) for at, ns in enumerate(times)]

@@ -36,9 +36,9 @@ _MOST_WALKED = 250
 _MOST_SHARED = 1 << 14
 # A sweep looks at each thread of a host, and walks some: where less is to be done, those between
 # the ends of windows are so many times as far apart as they take, times the thrift. With the most
-# of it that is a twentieth of a per cent of a CPU: one each 4 s beside eight containers, none on a
-# host of 10,000 threads, where it would walk 15 of those that sleep for ten seconds.
-_TIMES_APART = 125
+# of it that is an eighth of a per cent of a CPU: one each 1 to 2 s beside eight containers, each
+# half a minute on a host of 10,000 threads.
+_TIMES_APART = 50
 # How often a wait is walked whose tables are not there yet.
 _MOST_TRIES = 3
 

@@ -736,9 +736,12 @@ class Recorder:
                     else:
                         if self._has_entered:
                             self.sleepers.walk_again()
-                        if are_devices_used:
+                        if self.devices.are_running:
                             now_ns = self._since_start(time.monotonic_ns())
                             self._drain_devices(now_ns, is_within=True)
+                            if self._window.is_filling:  # it has no room for another second
+                                give(self._next_window())
+                                window_begin_ns = next_ns
                     self._cpus_came += self._probes.follow_cpus()
                     self._life_events.follow_cpus()
                     report(self._progress())

@@ -62,6 +62,7 @@ from support import blind_inspector
 # Binaries by index, and where they are: a library, a kernel, a kernel that replaces it.
 _LIBRARY, _KERNEL, _SUCCESSOR = 0, 1, 2
 _LIBRARY_AT, _KERNEL_AT, _SIZE = 0x10000, 0x40000, 0x1000
+_PERIOD_NS = 1000
 
 
 class _Biases(ElfImages):
@@ -93,10 +94,10 @@ def _add_stack(locations: DeviceLocations, stack: int, image: ProcessImage, *use
     locations.add_stack(LocatedStack(stack, image, addresses, found, binaries))
 
 
-def _sums(*rows: tuple[int, int, SampleClass, int]) -> tuple[Any, Any]:
-    """Sums of (stack, thread, class, count)."""
+def _sums(*rows: tuple[int, int, SampleClass, int], one_in: int = 1) -> tuple[Any, Any]:
+    """Sums of (stack, thread, class, count), of samples that stand for so many each."""
     keys = [(stack, 1, 77, tid, int(klass), 0) for stack, tid, klass, _ in rows]
-    values = [(count, 1000 * count) for *_, count in rows]
+    values = [(count, one_in * _PERIOD_NS * count) for *_, count in rows]
     return np.array(keys, abi.SUM_KEY_DTYPE), np.array(values, abi.SUM_VALUE_DTYPE)
 
 
@@ -114,6 +115,7 @@ def locations(table: ProcessTable, image: ProcessImage) -> DeviceLocations:
         _Biases(),
         lambda binary: binary in (_KERNEL, _SUCCESSOR),
         lambda image: any(mapping.binary == _LIBRARY for mapping in image.mappings),
+        _PERIOD_NS,
     )
 
 
@@ -136,17 +138,35 @@ def test_samples_whose_times_were_told_have_them(
         locations.add_time(stack, tid, ns, _all_came)
     on = SampleClass.ON_CPU
     locations.add_sums(*_sums((1, 5, on, 3), (1, 6, on, 1), (2, 5, on, 1)), _all_came)
-    # WHEN the window ends, THEN each has its time, and one has none
+    # WHEN the window ends, THEN each has its time, and the late one that of another
     at = (_KERNEL, 8, False)
     assert sorted(locations.take(300), key=lambda s: (s.thread, s.taken_ns)) == [
-        CpuSample(image.index, 5, *at, 1, 0),
-        CpuSample(image.index, 5, *at, 1, 100),
+        CpuSample(image.index, 5, *at, 2, 100),
         CpuSample(image.index, 5, *at, 1, 200),
         CpuSample(image.index, 6, *at, 1, 101),
     ]
-    # AND the late one has its own in the next
+    # AND in the next it has its own
     locations.add_sums(*_sums((1, 5, on, 1)), _all_came)
     assert locations.take(_NEVER_NS) == [CpuSample(image.index, 5, *at, 1, 301)]
+
+
+def test_samples_that_stand_for_several_count_as_these(
+    locations: DeviceLocations, image: ProcessImage
+) -> None:
+    # GIVEN one in four samples, of two of which the times are known
+    _map(image, _KERNEL_AT, _KERNEL)
+    _add_stack(locations, 1, image, _KERNEL_AT + 8)
+    for ns in (100, 200):
+        locations.add_time(1, 5, ns, _all_came)
+    rows = ((1, 5, SampleClass.ON_CPU, 2), (1, 6, SampleClass.ON_CPU, 1))
+    locations.add_sums(*_sums(*rows, one_in=4), _all_came)
+    # THEN the device was as busy as the CPU
+    at = (_KERNEL, 8, False)
+    assert sorted(locations.take(300), key=lambda s: (s.thread, s.taken_ns)) == [
+        CpuSample(image.index, 5, *at, 4, 100),
+        CpuSample(image.index, 5, *at, 4, 200),
+        CpuSample(image.index, 6, *at, 4, 0),
+    ]
 
 
 def test_times_that_come_before_their_stack_wait_for_it(
@@ -389,9 +409,9 @@ def test_devices_are_used_once_one_can_be_sampled(table: ProcessTable) -> None:
     window = _window()
     for family, are_used in ((_Family(()), False), (_Family((_TOY,)), True)):
         devices = _devices([family], table, window, KernelTable(window))
-        assert not devices.are_used
+        assert not devices.are_used and not devices.are_running
         devices.start()
-        assert devices.are_used is are_used
+        assert devices.are_used is are_used and devices.are_running
 
 
 def test_code_is_stored_once_and_of_a_process_no_more_than_its_part(

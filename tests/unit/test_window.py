@@ -312,6 +312,18 @@ def test_a_window_ends_before_it_has_more_samples_of_devices_than_it_may() -> No
     assert (kept, windows) == (40 * 300, 20)
 
 
+@pytest.mark.parametrize("each_second", [150, 300, 600, 900])
+def test_a_window_ends_before_kernel_times_of_a_second_more_have_no_room(each_second: int) -> None:
+    # GIVEN room for 1,000 of them, and windows that end as soon as one is filling
+    builder = WindowBuilder(Bounds(events=1_000))
+    seconds = 0
+    while not builder.is_filling:
+        builder.add("kernel_times", np.zeros(each_second, COLUMNS["kernel_times"].dtype))
+        seconds += 1
+    # THEN those that come while it ends, in a tenth of a second, have room
+    assert seconds * each_second + each_second // 10 < 1_000
+
+
 @pytest.mark.breadth
 def test_a_process_that_makes_code_all_the_time_is_forgotten_bit_by_bit() -> None:
     # GIVEN a process in which each window brings 200 functions that no other has

@@ -24,6 +24,7 @@ class _Host:
         self.walks: list[float] = []
         self.reports = 0
         self.are_used: Callable[[float], bool] = lambda second: False
+        self.are_running = False
         self.is_filling: Callable[[float], bool] = lambda second: False
         self.are_sums_many: Callable[[float], bool] = lambda second: False
         self.are_calls_many: Callable[[float], bool] = lambda second: False
@@ -40,6 +41,10 @@ class _Host:
             @property
             def are_used(self) -> bool:
                 return host.are_used(host.second)
+
+            @property
+            def are_running(self) -> bool:
+                return host.are_used(host.second) or host.are_running
 
         class Window:
             @property
@@ -157,6 +162,27 @@ def test_devices_are_drained_each_second_also_where_windows_are_longer(
     host.run()
     assert host.windows == [1, 5, 9]
     assert host.device_drains == [3, 4, 6, 7, 8, 10, 11, 12]
+
+
+def test_devices_that_nobody_can_sample_yet_are_drained_each_second_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # GIVEN a family whose helper may come any time, and which is told how busy devices are
+    host = _Host(monkeypatch, 5, 8.5)
+    host.are_running = True
+    host.run()
+    assert host.windows == [1, 6]
+    assert host.device_drains == [2, 3, 4, 5, 7, 8]
+
+
+def test_a_window_that_a_drain_of_devices_fills_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = _Host(monkeypatch, 5, 12.5)
+    host.are_running = True
+    host.is_filling = lambda second: host.device_drains[-1:] == [second] == [3]
+    host.run()
+    assert host.windows == [1, 3, 8]
 
 
 def test_launches_that_come_fast_end_longer_windows_of_devices(
