@@ -58,6 +58,10 @@ class NoAnswer(BadTargetFile):
     """The parsers of a file came to an end, or cannot be had."""
 
 
+class NoParser(NoAnswer):
+    """There was none for a moment: no room for another process, or something ended them."""
+
+
 class _Fork(NamedTuple):
     """A parser, which another process has forked."""
 
@@ -112,9 +116,11 @@ class FileParsers:
             none. And the CPU time that all took.
 
         Raises:
-            NoAnswer: Two parsers in turn came to an end, or there can be none.
+            NoParser: Two parsers in turn came to an end, or there can be none.
+            NoAnswer: It takes too long, or they got nowhere.
         """
         why = ""
+        kind: type[NoAnswer] = NoAnswer
         for _ in range(_TRIES):
             fork = self._parser(None if remote is not None else group_of(fd))
             before_s, is_sound, begun_s = fork.cpu_s, False, time.monotonic()
@@ -123,17 +129,17 @@ class FileParsers:
                 is_sound = True
                 return answers, fork.cpu_s - before_s
             except TimeoutError:
-                why = "its parser got nowhere"
+                why, kind = "its parser got nowhere", NoAnswer
             except (EOFError, OSError):
-                why = "its parser ended"
+                why, kind = "its parser ended", NoParser
             except (BadMessage, KeyError, TypeError, ValueError) as error:
-                why = f"its parser: {error}"
+                why, kind = f"its parser: {error}", NoAnswer
             finally:
                 if not is_sound or fork not in self._by_group.values():
                     self._end(fork)
             if time.monotonic() - begun_s > cpu_s:
                 raise NoAnswer("takes longer to read than any real file")
-        raise NoAnswer(why)
+        raise kind(why)
 
     @property
     def program(self) -> Program:
@@ -205,7 +211,7 @@ class FileParsers:
         """Returns the parser of a group of files; a new one for a file of its own.
 
         Raises:
-            NoAnswer: There can be none.
+            NoParser: There can be none.
         """
         if group is not None and group in self._by_group:
             # One that was not asked for a while has ended, which is all that it says unasked.
@@ -228,13 +234,13 @@ class FileParsers:
                 if fork is not None:
                     return fork
             self._not_before_s = time.monotonic() + _PAUSE_S
-        raise NoAnswer("no parser could be started")
+        raise NoParser("no parser could be started")
 
     def _fork(self) -> _Fork | None:
         """Returns a new parser; None where the process that forks them has ended.
 
         Raises:
-            NoAnswer: There is no room for one.
+            NoParser: There is no room for one.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -244,7 +250,7 @@ class FileParsers:
                 stack.callback(channel.close)
                 helper = self._begun(theirs.fileno())
             except NotForked as error:
-                raise NoAnswer(f"no parser: {error}") from error
+                raise NoParser(f"no parser: {error}") from error
             except OSError:
                 return None
             stack.pop_all()

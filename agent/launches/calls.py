@@ -147,7 +147,8 @@ class ApiCalls:
             if descriptor is not None and is_new:
                 path = files[binary].path
                 found = self.probes.look(descriptor, path, image.pid, image.payer)
-                self._identities[binary] = found
+                if found is not None:  # else it is looked at again
+                    self._identities[binary] = found
 
     def with_call(
         self, image: ProcessImage, user: npt.NDArray[np.uint64], slot: int, return_address: int

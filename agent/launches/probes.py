@@ -162,14 +162,19 @@ class ApiProbes:
         asked = self._unpaid.get(file)
         return asked is not None and pid not in asked and len(asked) < _MOST_ASKED
 
-    def look(self, descriptor: int, path: str, pid: int = 0, payer: str = "") -> FileIdentity:
-        """Probes what is found in an open file, once for each file; returns which file it is.
+    def look(
+        self, descriptor: int, path: str, pid: int = 0, payer: str = ""
+    ) -> FileIdentity | None:
+        """Probes what is found in an open file, once for each file.
 
         Args:
             descriptor: Of the file.
             path: What it is called, for messages.
             pid: Who has mapped it, 0 for nobody.
             payer: As of `payer_of`; "" for a file that the system or the command itself has.
+
+        Returns:
+            Which file it is; None where nobody could be asked about it for a moment.
         """
         remote = self._facts.guard.remote.get(descriptor)
         identity = file_identity(descriptor) if remote is None else remote.identity
@@ -187,6 +192,9 @@ class ApiProbes:
             for api, function in self._wanted[located.name]
             if not (api.skip_files and re.search(api.skip_files, name))
         ]
+        if descriptor in self._facts.unanswered and not seen.described:
+            del self._seen[identity]
+            return None
         if wanted and payer and not self._shares.take(pid, payer, len(wanted)):
             # Another one may pay for a library that many map.
             if identity not in self._unpaid:

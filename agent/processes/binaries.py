@@ -21,6 +21,7 @@ from aiflame.agent.inspector.memory import Span
 from aiflame.agent.inspector.opener import RemoteFile
 from aiflame.agent.kernel.descriptors import for_targets, keep
 from aiflame.agent.processes.procfs import MapsLine
+from aiflame.agent.processes.retries import Retries
 from aiflame.agent.processes.shares import Shares
 from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.target_files import FileGuard
@@ -97,6 +98,7 @@ class BinaryTable:
         self._shares = Shares(for_targets)
         self._payers: dict[int, tuple[int, str]] = {}  # of descriptors, by index
         self._opened_late: set[int] = set()
+        self._unopened, self._unanswered = Retries(), Retries()
 
     def of_mapping(self, pid: int, payer: str, line: MapsLine, root: str = "") -> BinaryFile | None:
         """Returns the file that a mapping shows, None for anonymous memory.
@@ -122,10 +124,12 @@ class BinaryTable:
             fd = self._fd_of(pid, line, root)
             if fd is None:
                 self._shares.give_back(pid, payer)
-        if known is not None and fd is None:
-            return known
         index = self._next if known is None else known.index
-        if fd is not None:
+        if fd is None:
+            self._unopened.note(index)
+            if known is not None:
+                return known
+        else:
             self._payers[index] = pid, payer
         root = self.root_of(pid, payer) or root
         file = BinaryFile(index, line.path.removesuffix(DELETED), fd, root)
@@ -135,14 +139,28 @@ class BinaryTable:
         else:
             self.unopened -= 1
             self._opened_late.add(index)
+            self._unopened.forget([index])
         self.files[index] = file
         self._by_identity[identity] = file
         return file
 
-    def take_opened_late(self) -> set[int]:
-        """Returns the files that could not be opened at first, and were since last."""
+    def take_unopened(self) -> set[int]:
+        """Returns files that could not be opened, and that are to be tried again now."""
+        return self._unopened.take_due()
+
+    def take_renewed(self) -> set[int]:
+        """Returns files about which all is to be asked anew.
+
+        They were opened since last, later than others asked about them; or nobody could be asked
+        for a moment, some time ago.
+        """
+        if self.facts.unanswered:
+            unanswered, self.facts.unanswered = self.facts.unanswered, set()
+            for file in self.files.values():
+                if file.fd in unanswered:
+                    self._unanswered.note(file.index)
         late, self._opened_late = self._opened_late, set()
-        return late
+        return late | self._unanswered.take_due()
 
     def has_open(self, line: MapsLine) -> bool:
         """Whether what a mapping shows is open already, if it is a file."""
@@ -240,6 +258,8 @@ class BinaryTable:
     def forget(self, binaries: Collection[int]) -> None:
         """Closes files that nobody maps any more; their indexes are not used again."""
         self._opened_late.difference_update(binaries)
+        for retries in (self._unopened, self._unanswered):
+            retries.forget(binaries)
         for binary in binaries:
             file = self.files.pop(binary, None)
             if file is not None and file.fd is not None:

@@ -388,6 +388,23 @@ class ProcessTable:
         self._remapped.clear()
         return images
 
+    def open_again(self, binaries: Collection[int]) -> None:
+        """Tries to open files once more, by one of those that map each and that live."""
+        left = {*binaries}
+        for image in [*self.images.values()]:
+            if not left:
+                return
+            mapped = left.intersection(mapping.binary for mapping in image.laid)
+            if mapped and self.is_current(image):
+                left -= mapped
+                self.read_mappings(image)
+
+    def look_again(self, binaries: Collection[int]) -> None:
+        """Has it told of all who map some files as if they had just mapped them."""
+        for image in self.images.values():
+            if any(mapping.binary in binaries for mapping in image.laid):
+                self._changed[image.index] = self._remapped[image.index] = image
+
     def rename(self, thread: ThreadInfo, name: str) -> None:
         """Gives a thread the name that it has now, unless that is empty."""
         if name and name != thread.name:

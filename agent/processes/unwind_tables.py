@@ -173,9 +173,8 @@ class UnwindTables:
         self.images.forget_binaries(binaries)
 
     def renew(self, binaries: Collection[int]) -> None:
-        """Asks anew for the tables of files that could not be opened at first."""
-        self.forget_binaries(binaries)
-        self._wanted.update(binaries)
+        """Asks anew about files that have no table, once their mappings are pushed again."""
+        self.forget_binaries([one for one in binaries if one not in self._kernel.loaded])
 
     def note_used(self, hits: Counter[int]) -> None:
         """Takes note of how many of a drain's stacks each binary is in."""
@@ -282,6 +281,10 @@ class UnwindTables:
             self._settled.add(binary)
             self._without.add(binary)
             return None
+        if table is None and binary in self._noted:  # it was there: the cache has let go of it
+            self._noted.discard(binary)
+            self._settled.discard(binary)
+            self._cache.forget_binaries([binary])
         if table is not None:
             self._note_drops(binary, table)
             self._settled.add(binary)

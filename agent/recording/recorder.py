@@ -338,7 +338,6 @@ class Recorder:
         self._cut_sleeps = CutSleeps(programs, table, self.tables, walks, self.pythons, self.stacks)
         self._long_waits = LongWaits(programs, table, walks, self.pythons, self.stacks)
         self.samples = Samples(window, table, self.thread_times, self._cut_sleeps)
-        self._of_binaries = self.tables, self.pythons, self.calls, self.devices, self.facts
         self._ended = Ended(
             programs,
             table,
@@ -348,7 +347,7 @@ class Recorder:
                 *(self.tables, self._cut_sleeps, self.pythons, self.calls),
                 *(self.kernels, self.devices, self.facts),
             ),
-            self._of_binaries,
+            (self.tables, self.pythons, self.calls, self.devices, self.facts),
             self.devices.used_binaries,
             self._used_images,
         )
@@ -555,11 +554,7 @@ class Recorder:
         Where there are new files, walks of stacks come first, which go on meanwhile: the others ask
         about these, and wait for the answers. What maps known files is brought with others.
         """
-        opened_late = self.table.binaries.take_opened_late()
-        if opened_late:  # that there is nothing in them is no more true
-            for keeper in self._of_binaries:
-                keeper.forget_binaries(opened_late)
-            self.tables.renew(opened_late)
+        self._renew_files()
         remapped = self.table.take_remapped()
         images = [image for image in remapped if not self._left_out.leave_out(image)]
         if self._options.user_stacks:
@@ -571,6 +566,21 @@ class Recorder:
         for image in images:
             if self.table.is_current(image):
                 self._look(image)
+
+    def _renew_files(self) -> None:
+        """Has forgotten what was said of files while they, or those who read them, were not there.
+
+        Who maps them is looked at again.
+        """
+        unopened = self.table.binaries.take_unopened()
+        if unopened:
+            self.table.open_again(unopened)
+        renewed = self.table.binaries.take_renewed()
+        if renewed:
+            self.tables.renew(renewed)
+            for keeper in (self.pythons, self.devices, self.facts):
+                keeper.forget_binaries(renewed)
+            self.table.look_again(renewed)
 
     def _look(self, image: ProcessImage) -> None:
         self.devices.look(image)

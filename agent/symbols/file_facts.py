@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aiflame.agent.file_questions import BadAnswer, Json, Question
-from aiflame.agent.inspector.file_parsers import FileParsers, NoAnswer
+from aiflame.agent.inspector.file_parsers import FileParsers, NoAnswer, NoParser
 from aiflame.agent.inspector.fork_server import ForkRequests, Program
 from aiflame.agent.inspector.parser import group_of
 from aiflame.agent.inspector.rootfs import is_local
 from aiflame.agent.symbols.known import Known, file_key, is_settled, known_directory
-from aiflame.agent.target_files import FileGuard, TargetFile
+from aiflame.agent.target_files import MAX_CPU_S, FileGuard, TargetFile
 
 T = TypeVar("T")
 
@@ -71,6 +71,8 @@ class FileFacts:
     Attributes:
         guard: Keeps account of the files.
         server: As given.
+        unanswered: Descriptors of files about which nobody could be asked for a moment: that there
+            was no answer says nothing of them.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class FileFacts:
         self._parsers = FileParsers(server, _MODULES, is_urgent=is_urgent)
         self._known = Known(directory, _MAX_BYTES, _MAX_FILE_BYTES)
         self._recent: OrderedDict[str, dict[str, Json]] = OrderedDict()
+        self.unanswered: set[int] = set()
 
     @property
     def program(self) -> Program:
@@ -110,12 +113,13 @@ class FileFacts:
         try:
             return self._answer(path, fd, question)
         except OSError as error:  # of the file, or there is no room for another descriptor
+            self.unanswered.add(fd)
             self.guard.blame(path, f"cannot read: {error.strerror}")
         return None
 
     def _answer(self, path: str, fd: int, question: Question[T]) -> T | None:
         if fd in self.guard.remote:
-            return self._asked(path, fd, question, {})
+            return self._asked(path, fd, fd, question, {})
         with contextlib.ExitStack() as stack:
             copy = _copy(fd)
             name = _name(fd) if copy is None else _digest(copy)
@@ -124,13 +128,14 @@ class FileFacts:
                 return question.checked(known[question.key])
             known.pop(question.key, None)  # of another version of this program
             known_before = len(known)
+            read = fd
             if copy is not None:
-                fd = os.memfd_create("copy", os.MFD_CLOEXEC)
-                stack.callback(os.close, fd)
-                os.write(fd, copy)
-            before = os.fstat(fd)
-            found = self._asked(path, fd, question, known)
-            if len(known) > known_before and (copy is not None or is_settled(before, fd)):
+                read = os.memfd_create("copy", os.MFD_CLOEXEC)
+                stack.callback(os.close, read)
+                os.write(read, copy)
+            before = os.fstat(read)
+            found = self._asked(path, fd, read, question, known)
+            if len(known) > known_before and (copy is not None or is_settled(before, read)):
                 # The process that names stacks asks about the same files meanwhile.
                 every = {**self._kept(name), **known}
                 self._known.keep(name, json.dumps([_FORMAT, every], separators=(",", ":")))
@@ -152,23 +157,29 @@ class FileFacts:
                 return known
         return {}
 
-    def _asked(self, path: str, fd: int, question: Question[T], known: dict[str, Json]) -> T | None:
+    def _asked(
+        self, path: str, fd: int, read: int, question: Question[T], known: dict[str, Json]
+    ) -> T | None:
         """Has a question answered, and the standard ones with it.
 
         Args:
             path: What the file is called.
             fd: Of the file.
+            read: The same, or of a copy, which is read.
             question: The question.
             known: Is filled in.
         """
         remote = self.guard.remote.get(fd)
-        owner = TargetFile(fd, remote).owner
+        owner = TargetFile(read, remote).owner
         standard = [one for one in self._standard if one.key not in {question.key, *known}]
         questions: list[Question[Any]] = [question, *standard]
         cpu_s = self.guard.allowance_s(owner)
         try:
-            answers, used_s = self._parsers.ask(fd, remote, questions, cpu_s)
+            answers, used_s = self._parsers.ask(read, remote, questions, cpu_s)
         except NoAnswer as error:
+            # Others of its owner may have left it less time than a file has.
+            if isinstance(error, NoParser) or cpu_s < MAX_CPU_S:
+                self.unanswered.add(fd)
             self.guard.charge(owner, cpu_s)
             self.guard.blame(path, str(error))
             return None
@@ -181,7 +192,7 @@ class FileFacts:
             try:
                 checked = one.checked(answer["answer"])
             except BadAnswer as error:
-                self._parsers.distrust(fd, remote)
+                self._parsers.distrust(read, remote)
                 self.guard.blame(path, str(error))
                 continue
             if one is question:

@@ -112,6 +112,7 @@ class _Facts:
     """Says that a file has all functions."""
 
     guard = FileGuard()
+    unanswered: frozenset[int] = frozenset()
 
     def ask(self, path: str, fd: int, question: Question[Any]) -> dict[str, ProbedFunction]:
         prologue = Prologue((), 1)

@@ -184,11 +184,23 @@ def test_a_file_costs_itself(
     read: Callable[..., Any], why: str, files: _Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_parsers, "_PATIENCE_S", 0.1)
-    monkeypatch.setattr("aiflame.agent.target_files.MAX_CPU_S", 0.2)
+    for module in ("target_files", "symbols.file_facts"):
+        monkeypatch.setattr(f"aiflame.agent.{module}.MAX_CPU_S", 0.2)
     bad, good = files.make("bad", b"x"), files.make("good", b"y")
     assert files.facts.ask("/bad", bad, _question(read)) is None
     assert files.guard.bad == {"/bad": why}
+    assert not files.facts.unanswered
     assert files.facts.ask("/good", good, _question(answers.first_byte)) == "y"
+
+
+def test_that_others_left_a_file_no_time_says_nothing_of_it(
+    files: _Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_parsers, "_PATIENCE_S", 0.1)
+    files.guard.charge(os.getuid(), 30)
+    fd = files.make("file", b"x")
+    assert files.facts.ask("/file", fd, _question(answers.spin)) is None
+    assert files.facts.unanswered == {fd}
 
 
 def test_what_an_owner_has_spent_is_not_there_for_its_next_file(files: _Files) -> None:
@@ -256,6 +268,7 @@ def test_without_descriptors_a_file_is_not_read(
     monkeypatch.setattr(file_parsers, "group_of", refuse)
     assert files.facts.ask("/file", fd, _question(answers.first_byte)) is None
     assert files.guard.bad == {"/file": "cannot read: Too many open files"}
+    assert files.facts.unanswered == {fd}
 
 
 def test_a_known_answer_of_another_version_is_asked_for_again(files: _Files) -> None:
@@ -333,6 +346,7 @@ def test_where_no_parser_can_be_had_a_file_is_not_read(
     fd = files.make("file", b"x")
     assert files.facts.ask("/file", fd, _question(answers.first_byte)) is None
     assert files.guard.bad == {"/file": "no parser could be started"}
+    assert files.facts.unanswered == {fd}
 
 
 @pytest.mark.parametrize("value", [None, -1, 8, 1.0, True, "1"])

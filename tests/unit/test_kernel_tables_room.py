@@ -286,6 +286,48 @@ def test_a_table_that_could_not_be_made_is_tried_again_an_hour_later(
     files.tables.close()
 
 
+def test_tables_are_asked_for_anew_of_files_that_have_none(kernel: Any) -> None:
+    # GIVEN a file about which nobody could be asked, and one with a table
+    files = _Files(kernel, _table(10))
+    for known in (files.tables._settled, files.tables._without):
+        known.add(5)
+    files.map(1, 5)
+    assert set(files.entered) == {1}
+    slot = files.entered[1].slot
+    # WHEN they are asked about anew, and who maps them is looked at again
+    files.tables.renew({1, 5})
+    files.map(1, 5)
+    # THEN both have one, and processes that go by the first go on
+    assert set(files.entered) == {1, 5}
+    assert files.entered[1].slot == slot
+    files.tables.close()
+
+
+def test_a_table_that_the_cache_has_let_go_of_is_built_again(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = _Files(kernel, _table(10))
+    tables = files.tables
+    del tables._cached  # type: ignore[method-assign]
+    built: list[int] = []
+    cached: dict[int, UnwindTable] = {5: _table(10)}
+    monkeypatch.setattr(tables._cache, "load", cached.get)
+    monkeypatch.setattr(tables._cache, "build", lambda binary: built.append(binary) is None)
+    # GIVEN a table that was there, and that nobody needed for weeks
+    assert tables._cached(5) is cached[5]
+    del cached[5]
+    # WHEN samples need it again THEN it is built, and its file is not called a bad one
+    assert tables._cached(5) is None
+    assert built == [5]
+    assert not tables.losses
+    # AND where that was in vain the file is
+    tables._building.discard(5)
+    tables._settled.add(5)
+    assert tables._cached(5) is None
+    assert tables.losses == {LossKind.BAD_UNWIND_INFO: 1}
+    tables.close()
+
+
 def test_a_table_that_comes_after_its_process_has_ended_is_not_missed(kernel: Any) -> None:
     # GIVEN a table that was built while the only process that needs it came to its end
     files = _Files(kernel, _table(10))

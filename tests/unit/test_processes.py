@@ -731,3 +731,38 @@ def test_this_process_maps_its_interpreter() -> None:
     finally:
         table.binaries.close()
         inspector.close()
+
+
+def test_a_file_that_nobody_opened_is_tried_again_and_who_maps_it_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inspector = Inspector()
+    table = ProcessTable(0, lambda pid: 1, inspector)
+    try:
+        # GIVEN a process of which no file could be opened for a moment
+        opened = table.binaries._open
+        monkeypatch.setattr(table.binaries, "_open", lambda *_: None)
+        image = table.seen(os.getpid(), 1, 0, "", 0)
+        closed = {m.binary for m in image.mappings if m.binary >= 0 and m.binary in _closed(table)}
+        assert len(closed) > 1
+        assert table.take_remapped() == [image]
+        # WHEN they are tried again
+        monkeypatch.setattr(table.binaries, "_open", opened)
+        table.open_again(closed)
+        # THEN they are open, although no mapping is new,
+        assert not _closed(table)
+        assert table.take_remapped() == []
+        # AND all is to be found out of them, and of who maps them.
+        assert table.binaries.take_renewed() == closed
+        table.look_again(closed)
+        assert table.take_remapped() == [image]
+        # What nobody maps changes nothing.
+        table.look_again({max(table.binaries.files) + 1})
+        assert table.take_remapped() == []
+    finally:
+        table.binaries.close()
+        inspector.close()
+
+
+def _closed(table: ProcessTable) -> set[int]:
+    return {file.index for file in table.binaries.files.values() if file.fd is None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,17 +105,57 @@ def test_files_of_one_process_leave_descriptors_to_others(binaries: BinaryTable)
     assert all(_map(binaries, 4, "honest", range(299, 309)))
     # THEN they are opened
     assert binaries.unopened == 100 + 20 - 8
-    assert len(binaries.take_opened_late()) == 8
-    assert not binaries.take_opened_late()
+    assert len(binaries.take_renewed()) == 8
+    assert not binaries.take_renewed()
     # AND what nobody maps any more is there for all
     binaries.forget(range(60))
     assert all(_map(binaries, 3, "hostile", range(521, 531)))
+
+
+def test_what_could_not_be_asked_about_a_file_is_asked_again(
+    binaries: BinaryTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns = time.monotonic_ns()
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
+    _map(binaries, 1, "honest", range(1, 3))
+    fd = binaries.files[1].fd
+    assert fd is not None
+    # GIVEN a file about which nobody could be asked, as no process could be forked
+    binaries.facts.unanswered.add(fd)
+    assert not binaries.take_renewed()
+    # WHEN a minute is over, and it failed once more meanwhile
+    binaries.facts.unanswered.add(fd)
+    now_ns += 61_000_000_000
+    # THEN it is asked about again
+    assert binaries.take_renewed() == {1}
+    assert not binaries.take_renewed()
+
+
+def test_a_file_that_could_not_be_opened_is_tried_again(
+    binaries: BinaryTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns = time.monotonic_ns()
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
+    opener: Any = binaries._inspector.opener
+
+    def refuse(*_: object) -> None:
+        raise FileNotFoundError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(opener, "mapped", refuse)
+        assert _map(binaries, 1, "honest", range(1, 2)) == [False]
+    assert not binaries.take_unopened()
+    now_ns += 61_000_000_000
+    assert binaries.take_unopened() == {0}
+    assert _map(binaries, 1, "honest", range(1, 2)) == [True]
+    assert binaries.take_renewed() == {0}
 
 
 class _Facts:
     """Files that define as many functions as they are long."""
 
     guard = SimpleNamespace(remote={})
+    unanswered: frozenset[int] = frozenset()
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
@@ -162,7 +203,9 @@ def test_functions_of_one_process_leave_probes_to_others(
         path.touch()
         os.truncate(path, functions)
         descriptors.append(os.open(path, os.O_RDONLY))
-        return probes.look(descriptors[-1], name, pid, payer)
+        identity = probes.look(descriptors[-1], name, pid, payer)
+        assert identity is not None
+        return identity
 
     try:
         # GIVEN a process with more functions of APIs than may be probed, the last in a library
@@ -189,6 +232,24 @@ def test_functions_of_one_process_leave_probes_to_others(
             os.close(fd)
 
 
+def test_a_file_about_which_nobody_could_be_asked_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes, attached = _few_probes(monkeypatch)
+    facts: Any = probes._facts
+    path = tmp_path / "library"
+    path.write_bytes(bytes(5))
+    with path.open("rb") as file:
+        # GIVEN no parser for a moment
+        answer, facts.ask = facts.ask, lambda *_: None
+        facts.unanswered = {file.fileno()}
+        assert probes.look(file.fileno(), "library") is None
+        # WHEN there is one THEN it has its probes
+        facts.ask, facts.unanswered = answer, frozenset()
+        assert probes.look(file.fileno(), "library") is not None
+    assert attached == ["library"]
+
+
 def test_files_of_containers_that_are_gone_leave_probes_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +261,7 @@ def test_files_of_containers_that_are_gone_leave_probes_to_others(
         (tmp_path / name).write_bytes(bytes(5))
         with (tmp_path / name).open("rb") as file:
             identity = probes.look(file.fileno(), name, number, f"container-{name}" * (number > 0))
+        assert identity is not None
         # WHEN nobody maps it any more
         probes.forget(identity)
         wait_until(lambda: threading.active_count() == threads, 10)
