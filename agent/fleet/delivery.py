@@ -12,6 +12,7 @@ Each back-end has a queue and a thread of its own.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -38,6 +39,8 @@ _LONGEST_RETRY_AFTER_S = 3600.0
 _RETRY_AFTER_JITTER = (1.0, 1.5)
 # How often a request is sent that something unforeseen happens to, which may be the network.
 _TRIES_OF_ODD = 5
+# What is wrong then is this process or the host, and no request.
+_TOO_LITTLE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 # Reasons are counted for ever: those here, and numbers of HTTP and of back-ends. Their words, of
 # which there is no end, are for the log.
@@ -434,14 +437,21 @@ class Delivery:
             self._pause(wait_s, is_asked=is_asked)
 
     def _send(self, one: WaitingRequest) -> Counter[str]:
-        try:
-            body = (self._folder / one.name).read_bytes()
-        except OSError as error:
-            why = f"{self._folder / one.name}: {error.strerror}"
-            raise SinkRefused(why, "its file cannot be read") from error
+        body = self._read(one)
         if len(body) != one.size_bytes or zlib.crc32(body) != one.checksum:
             raise SinkRefused(f"{self._folder / one.name} is damaged", "its file is damaged")
         return self._sink.send(Request(body, one.begin_unix_ns, one.samples))
+
+    def _read(self, one: WaitingRequest) -> bytes:
+        path = self._folder / one.name
+        try:
+            return path.read_bytes()
+        except (FileNotFoundError, IsADirectoryError) as error:  # it gets no better
+            raise SinkRefused(f"{path}: {error.strerror}", "its file cannot be read") from error
+        except OSError as error:
+            if error.errno not in _TOO_LITTLE:
+                raise
+            raise SinkAway(f"{path.parent} cannot be read: {error.strerror}") from error
 
     def _wait_s(self, failures: int, retry_after_s: float | None) -> float:
         own_s = min(_FIRST_WAIT_S * float(1 << min(failures, 16)), _LONGEST_WAIT_S)

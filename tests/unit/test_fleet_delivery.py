@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -313,6 +314,63 @@ def test_a_damaged_file_is_dropped(tmp_path: Path, log: Log) -> None:
     with _delivery(sink, folder, log) as delivery:
         assert delivery.flush(time.monotonic() + 10)
         assert delivery.state().dropped_samples == {"refused: its file is damaged": 2}
+    assert sink.got == [_request(2).body]
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
+def test_what_cannot_be_read_for_a_moment_waits(
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    # GIVEN a disk or a process that fails a few reads
+    read, failures = Path.read_bytes, iter(range(3))
+
+    def read_bytes(path: Path) -> bytes:
+        if next(failures, None) is not None:
+            raise OSError(code, os.strerror(code))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    sink = _Sink(_takes)
+    with _delivery(sink, tmp_path / "spool", log) as delivery:
+        delivery.put(map(_request, range(5)))
+        # THEN all is sent all the same.
+        wait_until(lambda: delivery.state().sent_requests == 5)
+        assert delivery.state().dropped_samples == {}
+    assert sink.got == [_request(number).body for number in range(5)]
+
+
+def test_a_want_of_descriptors_drops_nothing_however_long_it_lasts(
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = _Sink(_takes)
+    with _delivery(sink, tmp_path / "spool", log) as delivery:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", _no_descriptor)
+            delivery.put(map(_request, range(5)))
+            wait_until(lambda: delivery.state().retries > 2 * module._TRIES_OF_ODD)
+            assert "cannot be read: Too many open files" in delivery.state().why_away
+        wait_until(lambda: delivery.state().sent_requests == 5)
+        assert delivery.state().dropped_samples == {}
+    assert sink.got == [_request(number).body for number in range(5)]
+
+
+def _no_descriptor(_path: Path) -> bytes:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_file_that_is_gone_is_not_tried_again(tmp_path: Path, log: Log) -> None:
+    folder = tmp_path / "spool"
+    sink = _Sink(_takes)
+    with _delivery(sink, folder, log, starts=False) as delivery:
+        delivery.put(map(_request, range(3)))
+        gone, replaced, _ = sorted(folder.iterdir())
+        gone.unlink()
+        replaced.unlink()
+        replaced.mkdir()
+        delivery.start()
+        assert delivery.flush(time.monotonic() + 10)
+        assert delivery.state().dropped_samples == {"refused: its file cannot be read": 2}
+        assert delivery.state().retries == 0
     assert sink.got == [_request(2).body]
 
 
