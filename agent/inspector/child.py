@@ -31,6 +31,9 @@ _STARVED_PATIENCE_S = 30.0
 MAX_DEATHS = 4
 # Children that cannot be killed stay until their file system answers, or ends.
 MAX_STUCK = 256
+# Until the next try where none can be started, as where memory or processes are short for a moment:
+# each one doubles it, up to a minute.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 60.0
 # What has happened counts for so long: an agent lasts for months, servers come back, and pids are
 # given out again.
 _COUNTS_S = 3600.0
@@ -192,7 +195,7 @@ class Children(Generic[ChildT]):
     Attributes:
         child: The one that there is, None for none.
         stuck: How many got nowhere.
-        deaths: How many ended otherwise.
+        deaths: How many ended otherwise, and how often none could be started for a while.
         era: Goes up when what has happened counts no more.
         failures: What they could not give up before they began, in words.
     """
@@ -204,6 +207,8 @@ class Children(Generic[ChildT]):
         self.stuck = self.deaths = self.era = 0
         self._old_stuck = self._old_deaths = 0
         self._since_s = time.monotonic()
+        self._not_before_s = 0.0
+        self._pause_s = 0.0  # the last one; 0 where the last try was not in vain
         self.failures = ""
 
     @property
@@ -230,11 +235,23 @@ class Children(Generic[ChildT]):
         self.look()
         are_few = self.deaths - self._old_deaths < MAX_DEATHS and self.recently_stuck < MAX_STUCK
         if self.child is None and are_few and len(self._ended) < MAX_STUCK:
-            try:
-                self.child = self._make()
-            except OSError:  # no memory, or too many processes
-                self.deaths = self._old_deaths + MAX_DEATHS
+            self._try()
         return self.child
+
+    def _try(self) -> None:
+        """Starts a child, unless none could be started a moment ago."""
+        if time.monotonic() < self._not_before_s:
+            return
+        try:
+            self.child = self._make()
+        except OSError:  # no memory, no descriptor, or too many processes
+            if not self._pause_s:  # it is told once, and is none of those that end tries
+                self.deaths += 1
+                self._old_deaths += 1
+            self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+            self._not_before_s = time.monotonic() + self._pause_s
+        else:
+            self._pause_s = 0.0
 
     def wait(
         self, child: ChildT, patience_s: float, progress: Callable[[], int] = lambda: 0

@@ -11,7 +11,9 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -233,6 +235,54 @@ def test_a_child_that_died_is_replaced(opener: Opener) -> None:
     os.kill(opener.pid, signal.SIGKILL)
     assert opener.proc(_HERE, "comm", 100) != b""
     assert opener.losses[LossKind.OPENER_DIED] == 1
+
+
+class _NoProcess(child.Child):
+    """What there is once there is room for it."""
+
+    def __init__(self, has_room: bool) -> None:
+        if not has_room:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        self.process = SimpleNamespace(poll=lambda: 0)  # type: ignore[assignment]
+
+    def end(self) -> None:
+        pass
+
+
+def test_where_none_can_be_started_one_is_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(child, "time", SimpleNamespace(monotonic=lambda: now_s))
+    # GIVEN a host without room for a process, now and then
+    tries: list[float] = []
+    has_room = False
+
+    def make() -> _NoProcess:
+        tries.append(now_s)
+        return _NoProcess(has_room)
+
+    children = child.Children(make)
+    for streak in range(1, 2 * child.MAX_DEATHS):
+        # WHEN one is asked for all the time
+        has_room, since = False, len(tries)
+        begun_s = now_s
+        while now_s < begun_s + 300:
+            assert children.start() is None
+            now_s += 0.05
+        # THEN it is tried soon, and then less and less, at least once a minute
+        waits = [after - before for before, after in pairwise(tries[since:])]
+        assert waits[0] < 0.2 and all(wait < 61 for wait in waits)
+        assert len(waits) < 20
+        # AND as soon as there is room there is one, also after many such times
+        has_room = True
+        now_s += 60
+        assert children.start() is not None
+        assert children.deaths == streak
+        children.child = None
+    # AND those that die are as many as before
+    for _ in range(child.MAX_DEATHS):
+        assert children.start() is not None
+        children.lose(is_stuck=False)
+    assert children.start() is None
 
 
 def test_what_may_never_be_read_is_read_by_the_child(
