@@ -118,7 +118,9 @@ class NamingProcess(NamingChannel):
                 return
             # It is cut where it is too long: a report less, and the recording goes on.
             with suppress(ValueError, RecursionError):
-                yield json.loads(data)
+                report = json.loads(data)
+                if not self._is_asked(report):
+                    yield report
 
     def ended(self) -> str:
         """Returns that it has ended, in words, and how; "" while it has not."""

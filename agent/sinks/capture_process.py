@@ -8,6 +8,7 @@ recording: the segments are there, and the capture is written once more.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import socket
@@ -34,6 +35,9 @@ _LAST_BYTES = 4096
 # How often it is looked whether it gets on, and how long it may not: its symbol reader may take
 # 65 s for one file.
 _LOOK_S, _PATIENCE_S = 1.0, 100.0
+# Before what found no room is sent again: where it is the kernel that has none, poll(2) does not
+# wait for it. The process has some hundred messages to read meanwhile.
+_NO_ROOM_S = 0.005
 
 
 class CaptureFailed(AiflameError):
@@ -84,12 +88,19 @@ class CaptureProcess(NamingChannel):
         Returns:
             Whether there was room for all; what is left is told the next time.
         """
+        self._hear()
         if not self._tell_files():
             return False
         if self._windows and not self._send({"windows": self._windows}):
             return False
         self._windows = 0
         return True
+
+    def _hear(self) -> None:
+        """Takes note of files that it has not got: before the end it says nothing else."""
+        with contextlib.suppress(OSError):  # that was all
+            while data := self._channel.recv(MAX_REPORT_BYTES, socket.MSG_DONTWAIT):
+                self._is_asked(json.loads(data))
 
     def finish(self, keep: tuple[int, int] | None = None) -> Report:
         """Waits until the capture is written.
@@ -102,21 +113,32 @@ class CaptureProcess(NamingChannel):
             CaptureFailed: It is not written, or not to its end.
         """
         while not self._tell():
-            self._wait_for(select.POLLOUT)
+            self._wait_for_room()
         last: list[dict[str, Any]] = [{"end": True}]
         if keep is not None:
             last.insert(0, {"keep_ns": keep[0], "end_ns": keep[1]})
         for message in last:
             while not self._send(message):
-                self._wait_for(select.POLLOUT)
-        self._wait_for(select.POLLIN)
-        data = b""
-        with contextlib.suppress(OSError):
-            data = self._channel.recv(MAX_REPORT_BYTES)
+                self._wait_for_room()
+        data = self._last_message()
         code = self._process.wait()
         if not data or code:
             raise CaptureFailed(_last_words(self._errors) or f"exit status {code}")
         return report_of(data)
+
+    def _last_message(self) -> bytes:
+        """Returns its report, no data where it has ended without."""
+        with contextlib.suppress(OSError):
+            while True:
+                self._wait_for(select.POLLIN)
+                data = self._channel.recv(MAX_REPORT_BYTES)
+                if not data or not self._is_asked(json.loads(data)):
+                    return data
+        return b""
+
+    def _wait_for_room(self) -> None:
+        self._wait_for(select.POLLOUT)
+        time.sleep(_NO_ROOM_S)
 
     def _wait_for(self, events: int) -> None:
         """Waits until it takes a message, or says something, as long as it gets on.

@@ -8,13 +8,15 @@ there are more of them, and brings the files that they mention. It ends when the
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import socket
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,10 @@ from aiflame.agent.target_files import FileGuard
 
 # Of a message: a path is at most 4,096 bytes, each of which takes six in JSON.
 _MAX_MESSAGE_BYTES = 1 << 16
+# Files at once: what is told for nothing again and again is to cost little.
+_MOST_ASKED = 256
+# What is wrong then is this process or the host, and no file.
+_TOO_LITTLE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def main(folder: Path, database: Path) -> None:
@@ -83,38 +89,69 @@ def main(folder: Path, database: Path) -> None:
 def messages(channel: socket.socket, files: GivenFiles) -> Iterator[dict[str, Any]]:
     """Yields what concerns windows, until there are no more; takes files in.
 
-    Where whoever sends them has ended, this process does.
+    Those that there was no descriptor for are asked for again with each of these. Where whoever
+    sends them has ended, this process does.
     """
+    missing: set[int] = set()
     while True:
-        data, fds, _, _ = socket.recv_fds(channel, _MAX_MESSAGE_BYTES, 1)
+        data, fds, flags, _ = socket.recv_fds(channel, _MAX_MESSAGE_BYTES, 1)
         if not data:
             sys.exit(1)  # the recorder has ended
         message = json.loads(data)
         if "binary" in message:
-            fd = _readable(fds[0]) if fds else None
+            fd = None
+            missing.discard(message["binary"])
+            try:
+                fd = _readable(fds, is_cut=bool(flags & socket.MSG_CTRUNC))
+            except OSError:
+                missing.add(message["binary"])
             files.add(message["binary"], OpenFile(fd, message["root"]))
         elif "process" in message:
             files.add_process(message["process"], JitProcess(message["root"], message["uid"]))
         elif "closed" in message:
+            missing.discard(message["closed"])
             files.forget(message["closed"])
         elif "gone" in message:
             files.forget_process(message["gone"])
         elif "end" in message:
             return
         else:
+            _ask_again(channel, missing)
             yield message
 
 
-def _readable(fd: int) -> int | None:
-    """Returns a descriptor to read from; the recorder opens no file of which reads may hang."""
-    if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_PATH:
-        return fd
+def _ask_again(channel: socket.socket, missing: set[int]) -> None:
+    """Asks for some of the files that are missing, if there is room for it; never waits."""
+    if asked := [*islice(missing, _MOST_ASKED)]:
+        with suppress(OSError):  # the next time, then
+            channel.send(json.dumps({"again": asked}).encode(), socket.MSG_DONTWAIT)
+
+
+def _readable(fds: Sequence[int], *, is_cut: bool) -> int | None:
+    """Returns a descriptor to read from; the recorder opens no file of which reads may hang.
+
+    Args:
+        fds: What came: one of O_PATH is opened anew.
+        is_cut: More was sent.
+
+    Returns:
+        None where the recorder has none, or the file cannot be opened.
+
+    Raises:
+        OSError: This process has no descriptor left, or the host no memory.
+    """
+    if is_cut:  # unix(7): for want of descriptors, which were closed then
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    if not fds or not fcntl.fcntl(fds[0], fcntl.F_GETFL) & os.O_PATH:
+        return fds[0] if fds else None
     try:
-        return reopen_regular(fd, "")
-    except OSError:
+        return reopen_regular(fds[0], "")
+    except OSError as error:
+        if error.errno in _TOO_LITTLE:
+            raise
         return None
     finally:
-        os.close(fd)
+        os.close(fds[0])
 
 
 if __name__ == "__main__":

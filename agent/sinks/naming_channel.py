@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from aiflame.agent.processes.table import ProcessTable
 
 _INT = struct.Struct("=i")
+
+# There is no room for a message, or for one more descriptor that is on its way (unix(7)). With
+# other errors it has ended, or would not come any better.
+_NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.ETOOMANYREFS)
+# What no file was told with: it is to be told again.
+_TO_BE_TOLD = (-1, "")
 
 
 class NamingChannel:
@@ -52,6 +59,12 @@ class NamingChannel:
                 yield {"binary": index, "root": file.root}, known[0]
                 self._told[index] = known
 
+    def _is_asked(self, said: Mapping[str, Any]) -> bool:
+        """Whether what the process says is which files it has not got; they are told again."""
+        for index in self._told.keys() & said.get("again", ()):
+            self._told[index] = _TO_BE_TOLD
+        return "again" in said
+
     def _processes(self) -> Iterator[dict[str, Any]]:
         makers = self._table.code_makers
         for index in makers.keys() - self._told_processes:
@@ -63,14 +76,15 @@ class NamingChannel:
             self._told_processes.remove(index)
 
     def _send(self, message: dict[str, Any], fd: int | None = None) -> bool:
-        """Sends a message, without waiting; returns whether there was room for it."""
+        """Sends a message, without waiting; returns whether there was room for it.
+
+        Where the process has ended there is: whoever waits for it says so.
+        """
         rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(fd))]
         try:
             # socket.send_fds leaves the flags out.
             data = json.dumps(message).encode()
             self._channel.sendmsg([data], rights, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:  # it has ended, which whoever waits for it says
-            pass
+        except OSError as error:
+            return error.errno not in _NO_ROOM
         return True
