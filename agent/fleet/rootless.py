@@ -6,7 +6,7 @@ a hundred thousand changes a second. So each path is opened by the `opener`, whi
 which no link leads out of the user's own directory; what is not a regular file of that very user on
 a local file system is not read, and nothing that is larger than a bound. What is found is told of
 that user's containers only. Reading takes a share of a CPU for each user. A user with a path that
-does not open in time is left alone for a while, and in the end for good.
+does not open in time is left alone for a while, and in the end for hours.
 
 Engines keep containers where they do so by themselves, and where the user's storage.conf and
 daemon.json say, or the machine's storage.conf (`engine_settings`). What users wrote there may name
@@ -79,6 +79,9 @@ _ENDING_S = 2.0
 # costs others a second. After so many in a row it is tried again in a few hours.
 _PAUSE_S, _LONG_PAUSE_S = 600.0, 4 * 3_600.0
 _MOST_MISSES = 3
+# A user that the machine does not know may be of a directory service that is not there yet, as at
+# the boot.
+_ACCOUNT_S = 600.0
 # 16,384 events wait at most (fs.inotify.max_queued_events), of 272 bytes; a user may make more
 # meanwhile.
 _BUFFER_BYTES, _MAX_DRAINED = 1 << 16, 128
@@ -98,12 +101,12 @@ class Account(NamedTuple):
     home: str = ""
 
 
-def account_of(uid: int) -> Account:
-    """Returns what the machine knows of a user."""
+def account_of(uid: int) -> Account | None:
+    """Returns what the machine knows of a user; None where it does not know it."""
     try:
         entry = pwd.getpwuid(uid)
     except KeyError:
-        return Account()
+        return None
     return Account(entry.pw_name, entry.pw_dir)
 
 
@@ -138,8 +141,9 @@ class _Folder(NamedTuple):
 class _User:
     uid: int
     inotify: int = -1
-    account: Account | None = None  # not looked for yet
-    chosen: _Chosen | None = None  # the same
+    account: Account | None = None  # not known
+    ask_s: float = 0.0  # from when on it is asked for, by `time.monotonic`
+    chosen: _Chosen | None = None  # not looked for yet
     known: OrderedDict[str, EngineFacts] = field(default_factory=OrderedDict)
     is_due: bool = True
     ready_s: float = 0.0
@@ -155,13 +159,13 @@ class RootlessEngines:
     """Keeps what rootless engines tell, in a thread that runs once a user's container was seen.
 
     Args:
-        account: Returns what the machine knows of a user.
+        account: Returns what the machine knows of a user, None where it does not know it.
         root: Where the machine's own settings and the runtime directories are; another one in
             tests.
     """
 
     def __init__(
-        self, account: Callable[[int], Account] = account_of, root: Path = Path("/")
+        self, account: Callable[[int], Account | None] = account_of, root: Path = Path("/")
     ) -> None:
         self._account_of = account
         self._root = root
@@ -236,8 +240,9 @@ class RootlessEngines:
         begun_s = time.thread_time()
         user.is_due = False
         try:
-            if user.account is None:
+            if user.account is None and time.monotonic() >= user.ask_s:
                 user.account = self._account_of(user.uid)
+                user.ask_s = time.monotonic() + _ACCOUNT_S
             _drain(user.inotify)  # before: what changes from now on is told
             chosen = self._chosen_by(user)
             if chosen == user.chosen:

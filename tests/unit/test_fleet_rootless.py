@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import shutil
 import signal
 import stat
@@ -106,6 +107,40 @@ def test_containers_that_are_gone_before_they_are_asked_for(tmp_path: Path, stor
         # THEN they have names
         names = {f"{number:064x}": f"job-{number}" for number in range(20)}
         assert _known(engines, *names, _JOB) == names | {_JOB: "job"}
+
+
+def test_a_user_that_the_machine_does_not_know_yet(
+    tmp_path: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a user of a directory service that is not there at the boot
+    asked: list[int] = []
+    is_there = False
+
+    def getpwuid(uid: int) -> pwd.struct_passwd:
+        asked.append(uid)
+        if not is_there:
+            raise KeyError(uid)
+        return pwd.struct_passwd(("ann", "x", uid, uid, "", str(tmp_path / "home"), ""))
+
+    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
+    _write(storage / "containers.json", [_listed(_WEB, "web")])
+    run = tmp_path / "run/user" / str(_ME) / "containers" / "vfs-containers"
+    _write(run / "volatile-containers.json", [_listed(_DB, "db")])
+    engines = RootlessEngines(root=tmp_path)
+    try:
+        _wait_for(engines, b="db")
+        user = engines._users[_ME]
+        for _ in range(3):
+            assert _known(engines, _WEB) == {}
+            wait_until(lambda: not user.is_due, 10)
+        assert asked == [_ME]
+        # WHEN it is there, and ten minutes have passed THEN so is what the user has at home.
+        is_there = True
+        user.ask_s -= 600
+        _wait_for(engines, a="web")
+        assert asked == [_ME, _ME]
+    finally:
+        engines.stop()
 
 
 @pytest.mark.parametrize("kind", ["symbolic link", "link in the path", "fifo", "folder", "huge"])
