@@ -27,7 +27,7 @@ from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
 from aiflame.agent.devices.choice import AUTO, NONE, ChooseFamilies
 from aiflame.agent.errors import AiflameError, DiskFull, EnvironmentUnfit
 from aiflame.agent.fleet.capture_processes import CaptureProcesses
-from aiflame.agent.fleet.capture_server import CaptureServer
+from aiflame.agent.fleet.capture_server import CaptureEndpoint
 from aiflame.agent.fleet.config import (
     MOST_LEFT_OUT,
     NEEDS_RESTART,
@@ -241,12 +241,8 @@ def run_agent(
         vitals = Vitals()
         health = HealthEndpoint(settings, vitals, log)
         parts.callback(health.close)
-        captures: CaptureServer | None = None
-        try:
-            bring_newest = functools.partial(_bring_newest, recorder, vitals)
-            captures = CaptureServer(config, log, capture_processes, bring_newest)
-        except AiflameError as error:  # it records without it
-            log.say(str(error))
+        bring_newest = functools.partial(_bring_newest, recorder, vitals)
+        captures = CaptureEndpoint(config, log, capture_processes, bring_newest)
         agent = _Agent(
             *(config, reload, recorder, signals, stretches, facts, log, vitals, captures, steers),
             prepared,
@@ -351,7 +347,7 @@ class _Agent:
         facts: Mapping[str, str | int],
         log: Log,
         vitals: Vitals,
-        captures: CaptureServer | None,
+        captures: CaptureEndpoint,
         steers: CostController | None,
         prepared: PreparedHelpers | None,
         server: ForkServer,
@@ -601,6 +597,7 @@ class _Agent:
             if self._prepared is not None:
                 self._prepared.keep()
             self._health.keep()
+            self._captures.keep()
             self._look_at_itself()
 
     def _look_at_itself(self) -> None:
@@ -632,8 +629,7 @@ class _Agent:
             self._config = AgentConfig(_with_fixed(new.agent, old.agent), new.sinks, new.warnings)
             self._log.say("the configuration was read again")
             self._say_sinks()
-            if self._captures is not None:
-                self._captures.use(self._config)
+            self._captures.use(self._config)
             if self._naming is not None:
                 self._naming.tell(config=self._config.plain())
         self._manager.tell("READY=1")
@@ -652,8 +648,7 @@ class _Agent:
     def _end(self) -> None:
         """Ends the stretch, and sends what can be sent in time."""
         self._cut()
-        if self._captures is not None:
-            self._captures.close()
+        self._captures.close()
         if self._naming is None:
             return
         for report in self._naming.finish(self._stopped_s() + END_S - _DETACH_S):
@@ -664,8 +659,7 @@ class _Agent:
 
     def close(self) -> None:
         """Ends what it has started."""
-        if self._captures is not None:
-            self._captures.close()
+        self._captures.close()
         if self._naming is not None:
             self._naming.close()
         if self._stretch is not None:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,21 +83,24 @@ class CaptureServer:
         self._bring_newest = bring_newest
         self._running: _Running | None = None
         self._is_closed = False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with InDirectory(config.agent.directory) as path:
-                path.unlink(missing_ok=True)  # of an agent that was killed
-                self._socket.bind(str(path))
-                path.chmod(0o600)
-            self._socket.listen(8)
-        except OSError as error:
-            self._socket.close()
-            raise AiflameError(
-                f"no captures on request: no socket in {config.agent.directory}: {error.strerror}"
-            ) from error
-        self._socket.settimeout(_LOOK_S)
-        self._thread = threading.Thread(target=self._run, name="captures", daemon=True)
-        self._thread.start()
+        with ExitStack() as parts:
+            try:
+                listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._socket = parts.enter_context(listening)
+                with InDirectory(config.agent.directory) as path:
+                    path.unlink(missing_ok=True)  # of an agent that was killed
+                    listening.bind(str(path))
+                    path.chmod(0o600)
+                listening.listen(8)
+                listening.settimeout(_LOOK_S)
+                self._thread = threading.Thread(target=self._run, name="captures", daemon=True)
+                self._thread.start()
+            except (OSError, RuntimeError) as error:  # no descriptor, room or thread is left
+                why = getattr(error, "strerror", error)
+                raise AiflameError(
+                    f"no captures on request: no socket in {config.agent.directory}: {why}"
+                ) from error
+            parts.pop_all()
 
     def use(self, config: AgentConfig) -> None:
         """Takes a new configuration, for requests to come."""
@@ -218,6 +221,59 @@ class CaptureServer:
         until_s = now_s + request.duration_ns / 1e9 + _GRACE_S
         self._running = _Running(process, words, now_s, until_s)
         self._log.say(f"capture of {words}")
+
+
+class CaptureEndpoint:
+    """A server of captures, or none until there can be one: the disk may be full so far.
+
+    Args:
+        config: Of the agent.
+        log: Takes a line for each reason why it is not there, and those of the server.
+        processes: As of `CaptureServer`, like the next.
+        bring_newest: As there.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        log: Log,
+        processes: CaptureProcesses,
+        bring_newest: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._log = log
+        self._processes = processes
+        self._bring_newest = bring_newest
+        self._server: CaptureServer | None = None
+        self._said = ""
+        self.keep()
+
+    def keep(self) -> None:
+        """Begins it, if it is not there; to be called now and then."""
+        if self._server is not None:
+            return
+        try:
+            self._server = CaptureServer(
+                self._config, self._log, self._processes, self._bring_newest
+            )
+        except AiflameError as error:  # the agent records without it
+            if str(error) != self._said:
+                self._said = str(error)
+                self._log.say(f"{error}; it is tried again each minute")
+        else:
+            if self._said:
+                self._log.say("captures on request: there is a socket now")
+
+    def use(self, config: AgentConfig) -> None:
+        """Takes a new configuration, for requests to come."""
+        self._config = config
+        if self._server is not None:
+            self._server.use(config)
+
+    def close(self) -> None:
+        """Ends it, and the capture that is being made."""
+        if self._server is not None:
+            self._server.close()
 
 
 def _started(connection: socket.socket, job: Mapping[str, Any]) -> subprocess.Popen[bytes]:

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -30,7 +31,7 @@ from aiflame.agent.fleet.capture_request import (
     InDirectory,
     refusal,
 )
-from aiflame.agent.fleet.capture_server import CaptureServer
+from aiflame.agent.fleet.capture_server import CaptureEndpoint, CaptureServer
 from aiflame.agent.fleet.config import AgentConfig, AgentSettings
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.processes import procfs
@@ -314,6 +315,53 @@ def test_a_socket_that_a_killed_agent_has_left_is_replaced(
     monkeypatch.setattr(capture_server, "COMMAND", (sys.executable, "-c", _WORKER))
     with closing(CaptureServer(config, Log(), CaptureProcesses())):
         assert _serves(config)
+
+
+def _fails(*_: object, **__: object) -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def _no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "fails", "why"),
+    [
+        (socket, "socket", _fails, "Too many open files"),
+        (socket.socket, "bind", _fails, "Too many open files"),
+        (threading.Thread, "start", _no_thread, "can't start new thread"),
+    ],
+)
+def test_where_there_can_be_none_there_is_one_later(
+    config: AgentConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    where: object,
+    what: str,
+    fails: Callable[..., None],
+    why: str,
+) -> None:
+    monkeypatch.setattr(capture_server, "COMMAND", (sys.executable, "-c", _WORKER))
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        # GIVEN a host that is short of something as an agent is started THEN that is said once
+        with monkeypatch.context() as short:
+            short.setattr(where, what, fails)
+            endpoint = CaptureEndpoint(config, Log(file.fileno()), CaptureProcesses(), lambda: None)
+            endpoint.keep()
+        (line,) = log.read_text().splitlines()
+        assert line.endswith(f"{why}; it is tried again each minute")
+        endpoint.use(replace(config, agent=replace(config.agent, capture_length=0.5)))
+        # WHEN it is not any more
+        for _ in range(2):
+            endpoint.keep()
+        # THEN captures are made, as is configured by then.
+        with closing(endpoint):
+            assert "captures of 0.5 s at most" in _asked(config, _REQUEST.message())["error"]
+            endpoint.use(config)
+            assert _serves(config)
+    assert log.read_text().count("there is a socket now") == 1
 
 
 @pytest.mark.parametrize(
