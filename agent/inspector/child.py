@@ -39,6 +39,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 60.0
 _COUNTS_S = 3600.0
 # A killed child of 1 GB takes a tenth of that; when the recorder ends, all of them together.
 _KILLING_S = 1.0
+# Among the fields of `_stat`.
+_START_TIME = 19
 # From one look at a killed child that waits for a processor to the next.
 _LOOK_S = 0.1
 _MAX_MESSAGE_BYTES = 1 << 18
@@ -96,12 +98,24 @@ def _ends_until(process: subprocess.Popen[bytes], until_s: float) -> bool:
     return False
 
 
+def _stat(pid: int) -> list[bytes]:
+    """Returns the fields of /proc/PID/stat from the third on (proc_pid_stat(5)), none if gone.
+
+    It waits for no lock of the process's memory (do_task_stat of fs/proc/array.c, v6.1).
+    """
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
+    return []
+
+
 def waits_for_a_processor(pid: int) -> bool:
     """Whether a child would get on if it were let."""
-    with contextlib.suppress(OSError):
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-        return status.rpartition(") ")[2][:1] == "R"
-    return False
+    return _stat(pid)[:1] == [b"R"]
+
+
+def began(pid: int) -> bytes:
+    """Returns what no other process with that number has: when it began; nothing if it is gone."""
+    return b"".join(_stat(pid)[_START_TIME : _START_TIME + 1])
 
 
 class Message(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from aiflame.agent.inspector import memory_worker as worker
-from aiflame.agent.inspector.child import Child, Children
+from aiflame.agent.inspector.child import Child, Children, began
 from aiflame.agent.losses import LossKind
 
 # User space ends below, whatever the page tables' depth (Documentation/arch/x86/x86_64/mm.rst).
@@ -101,11 +101,12 @@ class RemoteMemory:
     """Reads memory of processes. The child is started on first use.
 
     Attributes:
-        stuck: Processes that are not read any more, since a read of them got nowhere.
+        stuck: Processes that are not read any more, since a read of them got nowhere, and when each
+            began: another one with its number is read.
     """
 
     def __init__(self) -> None:
-        self.stuck: set[int] = set()
+        self.stuck: dict[int, bytes] = {}
         self._children = Children(_Child)
         self._given_up = self._era = 0
 
@@ -142,6 +143,9 @@ class RemoteMemory:
         if self._era != self._children.era:
             self._era = self._children.era
             self.stuck.clear()
+        for pid in self.stuck.keys() & {span.pid for span in spans}:
+            if self.stuck[pid] != began(pid):
+                del self.stuck[pid]
         found = [_NOTHING] * len(spans)
         left = [index for index, span in enumerate(spans) if _can_be_asked(span)]
         while left:
@@ -169,7 +173,8 @@ class RemoteMemory:
         patience_s = max(_PATIENCE_S / 2**self._children.recently_stuck, _LEAST_PATIENCE_S)
         if self._children.wait(child, patience_s, lambda: child.progress) is None:
             if self._children.stuck > stuck:
-                self.stuck.add(spans[min(child.progress, len(spans) - 1)].pid)
+                pid = spans[min(child.progress, len(spans) - 1)].pid
+                self.stuck[pid] = began(pid)
                 self._given_up += 1
             return None
         answers = list(child.answers(spans))

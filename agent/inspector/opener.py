@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from aiflame.agent.inspector import opener_worker as worker
-from aiflame.agent.inspector.child import Child, Children, Message
+from aiflame.agent.inspector.child import Child, Children, Message, began
 from aiflame.agent.losses import LossKind
 
 # A file on a busy disk opens in a tenth of the first, on a network file system in a fifth. Each
@@ -67,6 +67,8 @@ class Opener:
         self._stuck: dict[str, str] = {}
         self._given_up = self._era = 0
         self._waited_s: OrderedDict[int, float] = OrderedDict()
+        # Of those with which something was given up: another one may have a number by now.
+        self._began: dict[int, bytes] = {}
 
     @property
     def losses(self) -> dict[LossKind, int]:
@@ -250,8 +252,12 @@ class Opener:
             self._era = self._children.era
             self._stuck.clear()
             self._waited_s.clear()
+            self._began.clear()
+        if pid in self._began:
+            self._forget_earlier(pid)
         if pid is not None and self._waited_s.get(pid, 0) >= _PATIENCE_WITH_PROCESS_S:
-            self._give_up(f"process {pid}", f"further ones of process {pid}")
+            words = f"further ones of process {pid}"
+            self._give_up(words, words, pid)
         if key in self._stuck:
             raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
         data = b"\0".join(map(os.fsencode, question))
@@ -279,13 +285,26 @@ class Opener:
         message = self._children.wait(child, patience_s)
         if pid is not None and has_begun:
             self._waited_s[pid] = self._waited_s.pop(pid, 0) + time.monotonic() - begun_s
+            if self._waited_s[pid] >= _PATIENCE_WITH_PROCESS_S and pid not in self._began:
+                self._began[pid] = began(pid)
             if len(self._waited_s) > _MAX_PROCESSES:
                 self._waited_s.popitem(last=False)
         if self._children.stuck > stuck:
-            self._give_up(key, words)
+            self._give_up(key, words, pid)
         return message
 
-    def _give_up(self, key: str, words: str) -> NoReturn:
+    def _forget_earlier(self, pid: int) -> None:
+        """Forgets what was given up of a process whose number another one has by now."""
+        if self._began[pid] == began(pid):
+            return
+        del self._began[pid]
+        self._waited_s.pop(pid, None)
+        for key in [key for key in self._stuck if key.endswith(f" process {pid}")]:
+            del self._stuck[key]
+
+    def _give_up(self, key: str, words: str, pid: int | None) -> NoReturn:
+        if pid is not None and pid not in self._began:
+            self._began[pid] = began(pid)
         if key not in self._stuck and len(self._stuck) < _MAX_NAMES:
             self._stuck[key] = words
             self._given_up += 1

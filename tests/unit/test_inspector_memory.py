@@ -187,10 +187,26 @@ def test_memory_that_never_comes_costs_its_own_process_only(
     os.kill(_reader(), signal.SIGSTOP)
     # WHEN both processes are read THEN the first is given up, and the other is read by a new one
     assert _data(remote.read([own, other, own])) == [b"", contents[8:16], b""]
-    assert remote.stuck == {os.getpid()}
+    assert {*remote.stuck} == {os.getpid()}
     assert _data(remote.read([own, other])) == [b"", contents[8:16]]
     assert {kind: n for kind, n in remote.losses.items() if n} == {LossKind.STACKS_STUCK: 1}
     assert remote.loss_files[LossKind.STACKS_STUCK] == {f"process {os.getpid()}"}
+
+
+def test_another_process_with_the_number_of_one_that_was_given_up_is_read(
+    monkeypatch: pytest.MonkeyPatch, remote: RemoteMemory, region: tuple[int, bytes]
+) -> None:
+    monkeypatch.setattr(inspector_memory, "_PATIENCE_S", 1.0)
+    start, contents = region
+    own = Span(*_HERE, start, 8)
+    assert _data(remote.read([own])) == [contents[:8]]
+    os.kill(_reader(), signal.SIGSTOP)
+    assert _data(remote.read([own])) == [b""]
+    # WHEN its number is that of one which has begun at another time THEN that is read
+    monkeypatch.setattr(inspector_memory, "began", lambda pid: b"later")
+    assert _data(remote.read([own])) == [contents[:8]]
+    # AND what was missing stays counted.
+    assert remote.losses[LossKind.STACKS_STUCK] == 1
 
 
 def test_a_reader_that_was_killed_is_replaced_a_few_times(
@@ -218,7 +234,7 @@ def test_what_happened_an_hour_ago_counts_no_more(
     assert _data(remote.read([span])) == [contents[:8]]
     os.kill(_reader(), signal.SIGSTOP)
     assert _data(remote.read([span])) == [b""]
-    assert remote.stuck == {os.getpid()}
+    assert {*remote.stuck} == {os.getpid()}
     other = span._replace(pid=1 << 29)
     for _ in range(child.MAX_DEATHS):
         assert _data(remote.read([other])) == [contents[:8]]

@@ -207,10 +207,9 @@ def test_what_never_opens_costs_itself(
 def test_a_process_that_answers_slowly_is_given_up(
     monkeypatch: pytest.MonkeyPatch, opener: Opener
 ) -> None:
-    opener.start()
+    monkeypatch.setattr(inspector_opener, "_PATIENCE_WITH_PROCESS_S", 1e-9)
     for _ in range(2):
         assert opener.proc(_HERE, "comm", 100) != b""
-    monkeypatch.setattr(inspector_opener, "_PATIENCE_WITH_PROCESS_S", 1e-9)
     assert opener.proc(_HERE, "comm", 100) == b""
     words = opener.loss_files[LossKind.FILES_STUCK]
     assert words == {f"further ones of process {_HERE}"}
@@ -218,6 +217,42 @@ def test_a_process_that_answers_slowly_is_given_up(
     monkeypatch.setattr(child, "_COUNTS_S", 0.0)
     assert opener.proc(_HERE, "comm", 100) != b""
     assert opener.losses[LossKind.FILES_STUCK] == 1
+
+
+@pytest.mark.parametrize("way", ["slow", "stuck"])
+def test_another_process_with_the_number_of_one_that_was_given_up_is_asked(
+    monkeypatch: pytest.MonkeyPatch, opener: Opener, mapped: _Mapped, way: str
+) -> None:
+    # GIVEN a process that was given up, or of which something was, and a file that does not open
+    monkeypatch.setattr(inspector_opener, "_PATIENCE_S", 0.1)
+    _stop(opener)
+    with pytest.raises(TimeoutError):
+        _open(opener, mapped.line)
+    if way == "stuck":
+        _stop(opener)
+    else:
+        opener.proc(_HERE, "comm", 1)  # it has begun
+        monkeypatch.setattr(inspector_opener, "_PATIENCE_WITH_PROCESS_S", 1e-9)
+        opener.proc(_HERE, "stat", 1)
+    for _ in range(2):
+        assert opener.proc(_HERE, "comm", 100) == b""
+    monkeypatch.setattr(inspector_opener, "_PATIENCE_WITH_PROCESS_S", 5.0)
+    # WHEN its number is that of one which has begun at another time
+    monkeypatch.setattr(inspector_opener, "began", lambda pid: b"later")
+    # THEN that is asked, and the file is not
+    assert opener.proc(_HERE, "comm", 100) != b""
+    with pytest.raises(TimeoutError):
+        _open(opener, mapped.line)
+
+
+def test_a_process_is_told_from_another_by_when_it_began() -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    first = child.began(process.pid)
+    assert first and first == child.began(process.pid)
+    assert first != child.began(1)
+    process.kill()
+    process.wait()
+    assert child.began(process.pid) == b""
 
 
 def test_processes_that_come_and_go_all_day_leave_nothing(
