@@ -30,6 +30,14 @@ _BEGINNING_NS = 3_000_000_000
 # In an hour: each takes a second of one CPU.
 _MOST_LOADS, _LOADS_NS = 256, 3_600_000_000_000
 _MAX_ANSWER_BYTES = 1 << 16
+# What one process takes at most: to ask CPython 61 s (remote_exec), a table of a huge file 60
+# (table_builder), a thread that can be lent 10, the new one's beginning 30, and to load from memory
+# and then from a file 30 each (inject), 221 in all. A loader that is silent for longer waits for a
+# file system of the process.
+_LONGEST_LOAD_S = 240
+# Loaders that were killed there and do not end, since no signal gets through: each has 40 MB.
+_MOST_STUCK = 4
+_LOADER = (sys.executable, "-m", "aiflame.agent.injection.load_worker")
 # It removes what it has put into a target's directory, at once.
 _ENDING_S = 2.0
 # At the end of a recording, for what has been loaded by then and was not said yet.
@@ -45,6 +53,11 @@ class _Due:
     started: int  # as procfs.start_ticks has it: its number may be another's by then
     due_ns: int
 
+    @property
+    def who(self) -> str:
+        """It, in words."""
+        return f"{self.image.name} ({self.image.pid})"
+
 
 @dataclass(slots=True)
 class _Worker:
@@ -53,13 +66,15 @@ class _Worker:
     Attributes:
         process: It.
         answers_fd: What it says.
-        images: By pid, those that it has said nothing of.
+        loads: By pid, those that it has said nothing of; it is at the first.
+        heard_ns: When it began, or said something last; monotonic.
         said: The beginning of a line.
     """
 
     process: subprocess.Popen[bytes]
     answers_fd: int
-    images: dict[int, ProcessImage]
+    loads: dict[int, _Due]
+    heard_ns: int
     said: bytes = b""
 
 
@@ -92,6 +107,7 @@ class HelperLoads:
         self._due: dict[int, _Due] = {}
         self._there: list[ProcessImage] = []
         self._worker: _Worker | None = None
+        self._killed: list[subprocess.Popen[bytes]] = []
         self.losses: Counter[LossKind] = Counter()
 
     def ask(self, image: ProcessImage) -> None:
@@ -121,6 +137,7 @@ class HelperLoads:
     def look(self) -> list[str]:
         """Goes on, and never waits; returns what is to be said."""
         said = self._answers()
+        self._killed = [process for process in self._killed if process.poll() is None]
         now_ns = time.monotonic_ns()
         due = [one for one in self._due.values() if one.due_ns <= now_ns]
         if due and self._worker is None:
@@ -131,17 +148,22 @@ class HelperLoads:
         """Returns what is still to be said at the end: waits a moment for a loader at work."""
         self._due.clear()
         said, until_s = self._answers(), time.monotonic() + _LAST_ANSWER_S
-        while self._worker is not None and self._worker.images and time.monotonic() < until_s:
+        while self._worker is not None and self._worker.loads and time.monotonic() < until_s:
             time.sleep(_LAST_ANSWER_PAUSE_S)
             said += self._answers()
+        # What a loader that has ended meanwhile had not begun.
+        self.losses[LossKind.HELPERS_NOT_LOADED] += len(self._due)
+        self._due.clear()
         return said
 
     def _start(self, due: list[_Due]) -> list[str]:
         for one in due:
             del self._due[one.image.index]
-        command = [sys.executable, "-m", "aiflame.agent.injection.load_worker"]
+        if len(self._killed) >= _MOST_STUCK:
+            return self._lost("no helper was loaded: too many loaders do not end", len(due))
+        loads = {one.image.pid: one for one in due}
         calls = ",".join(self._library.calls)
-        processes = (f"{one.image.pid}:{one.started}" for one in due)
+        processes = (f"{pid}:{one.started}" for pid, one in loads.items())
         arguments = [str(self._library.path), str(self._cache or ""), calls, *processes]
         try:
             answers_fd, writing_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -150,7 +172,7 @@ class HelperLoads:
         os.set_blocking(writing_fd, True)
         try:
             process = subprocess.Popen(  # noqa: S603 - a module of our own
-                [*command, *arguments],
+                [*_LOADER, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=writing_fd,
                 cwd="/",  # python -m would import from the working directory first
@@ -161,12 +183,11 @@ class HelperLoads:
             return self._lost(f"no helper was loaded: {error.strerror}", len(due))
         finally:
             os.close(writing_fd)
-        images = {one.image.pid: one.image for one in due}
-        self._worker = _Worker(process, answers_fd, images)
+        self._worker = _Worker(process, answers_fd, loads, time.monotonic_ns())
         return []
 
     def _answers(self) -> list[str]:
-        """Returns what the worker says; the end of one that has said all is seen to."""
+        """Returns what the worker says; sees to the end of one that has ended, or gets nowhere."""
         worker = self._worker
         if worker is None:
             return []
@@ -175,18 +196,31 @@ class HelperLoads:
             while data := os.read(worker.answers_fd, _MAX_ANSWER_BYTES):
                 worker.said += data
         *lines, worker.said = worker.said.split(b"\n")
+        if lines:
+            worker.heard_ns = time.monotonic_ns()
         said = [words for line in lines for words in self._words(worker, line)]
         if is_over:
-            for pid in worker.images:
-                said += self._lost(f"no helper was loaded into process {pid}: its loader ended")
-            os.close(worker.answers_fd)
-            self._worker = None
+            return said + self._leave(worker, "its loader ended")
+        if time.monotonic_ns() - worker.heard_ns > _LONGEST_LOAD_S * 1_000_000_000:
+            worker.process.kill()
+            self._killed.append(worker.process)
+            return said + self._leave(worker, f"its loader got nowhere in {_LONGEST_LOAD_S} s")
         return said
+
+    def _leave(self, worker: _Worker, why: str) -> list[str]:
+        """Goes on without a loader: what it had not begun is for the next one."""
+        os.close(worker.answers_fd)
+        self._worker = None
+        if not worker.loads:
+            return []
+        at, *others = worker.loads.values()
+        self._due.update((one.image.index, one) for one in others)
+        return self._lost(f"no helper was loaded into {at.who}: {why}")
 
     def _words(self, worker: _Worker, line: bytes) -> list[str]:
         answer = json.loads(line)
-        image = worker.images.pop(answer["pid"])
-        who = f"{image.name} ({image.pid})"
+        one = worker.loads.pop(answer["pid"])
+        image, who = one.image, one.who
         if "why" in answer:
             hint = f": {answer['hint']}" if answer["hint"] else ""
             return self._lost(f"no helper was loaded into {who}: {answer['why']}{hint}")
@@ -225,6 +259,8 @@ class HelperLoads:
 
     def close(self) -> None:
         """Ends the loader if there is one; what it is at goes on, or is undone by itself."""
+        for killed in self._killed:
+            killed.poll()
         if self._worker is None:
             return
         process = self._worker.process

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from aiflame.agent.devices import helper_loads
 from aiflame.agent.devices.helper_loads import HelperLoads
 from aiflame.agent.losses import LossKind
 from aiflame.agent.processes import procfs
@@ -29,6 +31,16 @@ def loads(tmp_path: Path) -> Iterator[HelperLoads]:
 
 def _image(index: int, pid: int, image: int = _OLD) -> ProcessImage:
     return ProcessImage(index, pid, image, 0, name="job")
+
+
+def _loader(monkeypatch: pytest.MonkeyPatch, says: str) -> None:
+    """Has processes of any number "loaded" by a stand-in, which does `says` for each `$pid`."""
+    script = f"shift 2; for one; do pid=${{one%%:*}}; {says}; done"
+    monkeypatch.setattr(helper_loads, "_LOADER", ("sh", "-c", script))
+    monkeypatch.setattr(procfs, "start_ticks", lambda pid: 1)
+
+
+_THERE = """echo '{"pid": '$pid', "was_there": true}'"""
 
 
 def _said(loads: HelperLoads) -> list[str]:
@@ -78,3 +90,88 @@ def test_those_that_are_too_many_are_counted(loads: HelperLoads) -> None:
     loads.ask(_image(300, os.getpid(), _NEW))
     assert 300 in loads._due
     assert loads.losses[LossKind.HELPERS_NOT_LOADED] == 300 - 256
+
+
+def test_a_loader_that_gets_nowhere_costs_only_the_process_it_is_at(
+    loads: HelperLoads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN three processes, of which the second one's file system never answers
+    _loader(monkeypatch, f"[ $pid != 11 ] || exec sleep 600; {_THERE}")
+    for index, pid in enumerate((10, 11, 12)):
+        loads.ask(_image(index, pid))
+    there: list[int] = []
+
+    def look() -> list[str]:
+        said = loads.look()
+        there.extend(image.pid for image in loads.take_there())
+        return said
+
+    assert look() == []
+    worker = loads._worker
+    assert worker is not None
+    # AND a loader that was long at the first one, and then said so
+    select.select([worker.answers_fd], [], [], 10)
+    worker.heard_ns -= 240 * 10**9
+    assert look() == []
+    assert there == [10]
+    # WHEN nothing more has been heard of it for longer than any load takes
+    worker.heard_ns -= 240 * 10**9
+    # THEN that is said and counted, and the third one gets its helper
+    (words,) = look()
+    assert words == "no helper was loaded into job (11): its loader got nowhere in 240 s"
+    wait_until(lambda: look() or 12 in there)
+    assert there == [10, 12]
+    assert loads.losses[LossKind.HELPERS_NOT_LOADED] == 1
+    # AND the loader is gone
+    wait_until(lambda: worker.process.poll() is not None)
+
+
+def test_a_loader_that_cannot_be_killed_is_left_alone(
+    loads: HelperLoads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN loaders that wait where no signal gets through to them
+    _loader(monkeypatch, "exec sleep 600")
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: None)
+    monkeypatch.setattr(subprocess.Popen, "wait", lambda *_: pytest.fail("waited"))
+    stuck = []
+    for index in range(4):
+        loads.ask(_image(index, 10 + index))
+        loads.look()
+        assert loads._worker is not None
+        stuck.append(loads._worker.process)
+        loads._worker.heard_ns -= 240 * 10**9
+        assert len(loads.look()) == 1
+    # THEN there are no more than a few
+    loads.ask(_image(4, 14))
+    assert loads.look() == ["no helper was loaded: too many loaders do not end"]
+    assert loads.losses[LossKind.HELPERS_NOT_LOADED] == 5
+    # AND there are others when one has ended after all
+    monkeypatch.undo()
+    for process in stuck:
+        process.kill()
+        process.wait()
+    _loader(monkeypatch, _THERE)
+    loads.ask(_image(5, 15))
+    wait_until(lambda: not loads.look() and loads.take_there())
+    loads.close()
+
+
+def test_what_a_loader_that_ends_has_not_begun_is_not_lost(
+    loads: HelperLoads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a loader that ends at the first of two processes
+    _loader(monkeypatch, f"[ $pid != 10 ] || exit 1; {_THERE}")
+    for index, pid in enumerate((10, 11)):
+        loads.ask(_image(index, pid))
+    # THEN the other one has its helper by the next
+    (words,) = _said(loads)
+    assert words == "no helper was loaded into job (10): its loader ended"
+    there: list[ProcessImage] = []
+    wait_until(lambda: loads.look() or there.extend(loads.take_there()) or there)
+    assert [image.pid for image in there] == [11]
+    # AND where there is no time for another, it is counted
+    for index, pid in enumerate((10, 11), 2):
+        loads.ask(_image(index, pid))
+    loads.look()
+    assert len(loads.finish()) == 1
+    assert loads.losses[LossKind.HELPERS_NOT_LOADED] == 3
