@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aiflame.agent.losses import LossKind
@@ -29,6 +29,9 @@ from aiflame.gpu.base import HelperLibrary
 _BEGINNING_NS = 3_000_000_000
 # In an hour: each takes a second of one CPU.
 _MOST_LOADS, _LOADS_NS = 256, 3_600_000_000_000
+# From a try that failed to the next, and then twice as long each time: what was short is short for
+# minutes, and a process may run for weeks.
+_FIRST_PAUSE_NS, _LONGEST_PAUSE_NS = 300_000_000_000, 14_400_000_000_000
 _MAX_ANSWER_BYTES = 1 << 16
 # What one process takes at most: to ask CPython 61 s (remote_exec), a table of a huge file 60
 # (table_builder), a thread that can be lent 10, the new one's beginning 30, and to load from memory
@@ -47,11 +50,21 @@ _LAST_ANSWER_PAUSE_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """A process that is to have a helper, from a monotonic time on."""
+    """A process that is to have a helper, from a monotonic time on.
+
+    Attributes:
+        image: It.
+        started: As procfs.start_ticks has it: its number may be another's by then.
+        due_ns: That time.
+        tries: How many have failed.
+        is_lost: It is counted.
+    """
 
     image: ProcessImage
-    started: int  # as procfs.start_ticks has it: its number may be another's by then
+    started: int
     due_ns: int
+    tries: int = 0
+    is_lost: bool = False
 
     @property
     def who(self) -> str:
@@ -77,6 +90,16 @@ class _Worker:
     heard_ns: int
     said: bytes = b""
 
+    @property
+    def at(self) -> int:
+        """The pid of the process that it is at, 0 for none."""
+        return next(iter(self.loads), 0)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether there is a process of which nothing was said before."""
+        return any(not one.tries for one in self.loads.values())
+
 
 class HelperLoads:
     """Loads one family's helper where it is missing.
@@ -88,7 +111,8 @@ class HelperLoads:
         begun_ns: Tells when that began; monotonic.
 
     Attributes:
-        losses: Processes into which it was not loaded.
+        losses: Processes into which it was not loaded, without those into which it was later: what
+            a window has told of them stays told.
     """
 
     def __init__(
@@ -107,7 +131,7 @@ class HelperLoads:
         self._due: dict[int, _Due] = {}
         self._there: list[ProcessImage] = []
         self._worker: _Worker | None = None
-        self._killed: list[subprocess.Popen[bytes]] = []
+        self._killed: list[_Worker] = []
         self.losses: Counter[LossKind] = Counter()
 
     def ask(self, image: ProcessImage) -> None:
@@ -115,19 +139,13 @@ class HelperLoads:
         if image.index in self._asked or not (started := procfs.start_ticks(image.pid)):
             return
         self._asked.add(image.index)
-        now_ns = time.monotonic_ns()
-        if now_ns - self._loads_since_ns >= _LOADS_NS:
-            self._loads, self._loads_since_ns = 0, now_ns
-        self._loads += 1
-        if self._loads > _MOST_LOADS:
-            self.losses[LossKind.HELPERS_NOT_LOADED] += 1
-            return
-        due_ns = 0 if self._was_there(image) else now_ns + _BEGINNING_NS
+        due_ns = 0 if self._was_there(image) else time.monotonic_ns() + _BEGINNING_NS
         self._due[image.index] = _Due(image, started, due_ns)
 
     def has_helper(self, index: int) -> None:
         """Leaves out a process that has a helper."""
-        self._due.pop(index, None)
+        if (one := self._due.pop(index, None)) is not None:
+            self._found(one)
 
     def forget(self, index: int) -> None:
         """Forgets a process that has ended."""
@@ -137,22 +155,34 @@ class HelperLoads:
     def look(self) -> list[str]:
         """Goes on, and never waits; returns what is to be said."""
         said = self._answers()
-        self._killed = [process for process in self._killed if process.poll() is None]
-        now_ns = time.monotonic_ns()
-        due = [one for one in self._due.values() if one.due_ns <= now_ns]
-        if due and self._worker is None:
+        self._killed = [one for one in self._killed if one.process.poll() is None]
+        if self._worker is None and (due := self._those_due()):
             said += self._start(due)
         return said
+
+    def _those_due(self) -> list[_Due]:
+        """Returns those that a loader may begin with now; those that are too many wait."""
+        now_ns = time.monotonic_ns()
+        if now_ns - self._loads_since_ns >= _LOADS_NS:
+            self._loads, self._loads_since_ns = 0, now_ns
+        stuck = {one.at for one in self._killed}
+        due = [
+            one for one in self._due.values() if one.due_ns <= now_ns and one.image.pid not in stuck
+        ]
+        room = _MOST_LOADS - self._loads
+        for one in due[room:]:
+            self._due[one.image.index] = self._counted(one)
+        return due[:room]
 
     def finish(self) -> list[str]:
         """Returns what is still to be said at the end: waits a moment for a loader at work."""
         self._due.clear()
         said, until_s = self._answers(), time.monotonic() + _LAST_ANSWER_S
-        while self._worker is not None and self._worker.loads and time.monotonic() < until_s:
+        while self._worker is not None and self._worker.is_awaited and time.monotonic() < until_s:
             time.sleep(_LAST_ANSWER_PAUSE_S)
             said += self._answers()
-        # What a loader that has ended meanwhile had not begun.
-        self.losses[LossKind.HELPERS_NOT_LOADED] += len(self._due)
+        for one in self._due.values():  # what a loader that has ended meanwhile had not begun
+            self._counted(one)
         self._due.clear()
         return said
 
@@ -160,7 +190,7 @@ class HelperLoads:
         for one in due:
             del self._due[one.image.index]
         if len(self._killed) >= _MOST_STUCK:
-            return self._lost("no helper was loaded: too many loaders do not end", len(due))
+            return self._failed(due, "no helper was loaded: too many loaders do not end")
         loads = {one.image.pid: one for one in due}
         calls = ",".join(self._library.calls)
         processes = (f"{pid}:{one.started}" for pid, one in loads.items())
@@ -168,7 +198,7 @@ class HelperLoads:
         try:
             answers_fd, writing_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            return self._lost(f"no helper was loaded: {error.strerror}", len(due))
+            return self._failed(due, f"no helper was loaded: {error.strerror}")
         os.set_blocking(writing_fd, True)
         try:
             process = subprocess.Popen(  # noqa: S603 - a module of our own
@@ -180,7 +210,7 @@ class HelperLoads:
             )
         except OSError as error:
             os.close(answers_fd)
-            return self._lost(f"no helper was loaded: {error.strerror}", len(due))
+            return self._failed(due, f"no helper was loaded: {error.strerror}")
         finally:
             os.close(writing_fd)
         self._worker = _Worker(process, answers_fd, loads, time.monotonic_ns())
@@ -203,7 +233,7 @@ class HelperLoads:
             return said + self._leave(worker, "its loader ended")
         if time.monotonic_ns() - worker.heard_ns > _LONGEST_LOAD_S * 1_000_000_000:
             worker.process.kill()
-            self._killed.append(worker.process)
+            self._killed.append(worker)
             return said + self._leave(worker, f"its loader got nowhere in {_LONGEST_LOAD_S} s")
         return said
 
@@ -214,16 +244,22 @@ class HelperLoads:
         if not worker.loads:
             return []
         at, *others = worker.loads.values()
-        self._due.update((one.image.index, one) for one in others)
-        return self._lost(f"no helper was loaded into {at.who}: {why}")
+        for one in others:
+            if one.image.index in self._asked:
+                self._due[one.image.index] = one
+        self._loads += 1
+        return self._failed([at], f"no helper was loaded into {at.who}: {why}")
 
     def _words(self, worker: _Worker, line: bytes) -> list[str]:
         answer = json.loads(line)
         one = worker.loads.pop(answer["pid"])
         image, who = one.image, one.who
+        self._loads += 1
         if "why" in answer:
             hint = f": {answer['hint']}" if answer["hint"] else ""
-            return self._lost(f"no helper was loaded into {who}: {answer['why']}{hint}")
+            words = f"no helper was loaded into {who}: {answer['why']}{hint}"
+            return self._failed([one], words, is_final=answer["is_final"])
+        self._found(one)
         if answer["was_there"]:
             self._there.append(image)
             return []
@@ -234,7 +270,8 @@ class HelperLoads:
             held += f", as sys.remote_exec does not work there: {answer['why_held']}"
         after_s = (time.monotonic_ns() - self._begun_ns()) / 1e9
         # What it launched by then has no times, which nothing else tells.
-        late = f", {after_s:.1f} s after the recording began" if self._was_there(image) else ""
+        is_late = self._was_there(image) or one.tries
+        late = f", {after_s:.1f} s after the recording began" if is_late else ""
         return [f"loaded {self._library.path.name} into {who}{late}: {held}"]
 
     def _was_there(self, image: ProcessImage) -> bool:
@@ -248,19 +285,35 @@ class HelperLoads:
     def lose_forked(self, image: ProcessImage) -> list[str]:
         """Counts a process that has mapped the helper, and shares nothing by it; says so."""
         name = self._library.path.name
-        return self._lost(
+        self.losses[LossKind.HELPERS_NOT_LOADED] += 1
+        return [
             f"{image.name} ({image.pid}) has {name} from the process that forked it, where it goes"
             " on telling: of this one launches alone are known, until it is started anew"
-        )
+        ]
 
-    def _lost(self, words: str, count: int = 1) -> list[str]:
-        self.losses[LossKind.HELPERS_NOT_LOADED] += count
-        return [words]
+    def _failed(self, loads: list[_Due], words: str, *, is_final: bool = False) -> list[str]:
+        """Has processes tried again later, unless that changes nothing; says the first failure."""
+        now_ns = time.monotonic_ns()
+        for one in map(self._counted, loads):
+            if not is_final and one.image.index in self._asked:
+                pause_ns = min(_FIRST_PAUSE_NS << one.tries, _LONGEST_PAUSE_NS)
+                again = replace(one, due_ns=now_ns + pause_ns, tries=one.tries + 1)
+                self._due[one.image.index] = again
+        return [words] if any(not one.tries for one in loads) else []
+
+    def _counted(self, one: _Due) -> _Due:
+        """Counts a process that has no helper, once."""
+        self.losses[LossKind.HELPERS_NOT_LOADED] += not one.is_lost
+        return replace(one, is_lost=True)
+
+    def _found(self, one: _Due) -> None:
+        """Counts a process no more that has a helper; windows tell what becomes more."""
+        self.losses[LossKind.HELPERS_NOT_LOADED] -= one.is_lost
 
     def close(self) -> None:
         """Ends the loader if there is one; what it is at goes on, or is undone by itself."""
         for killed in self._killed:
-            killed.poll()
+            killed.process.poll()
         if self._worker is None:
             return
         process = self._worker.process

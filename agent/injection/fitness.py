@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from aiflame.agent.injection.code import CODE
 from aiflame.agent.injection.questions import LIBRARY, LibraryFacts, Role
 from aiflame.agent.injection.requests import Functions
-from aiflame.agent.injection.tracer import InjectionRefused
+from aiflame.agent.injection.tracer import InjectionRefused, RefusedForGood
 from aiflame.agent.inspector.memory import RemoteMemory, Span
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.binaries import VDSO_PATH, BinaryTable
@@ -59,10 +59,10 @@ def require_fit_process(pid: int) -> None:
         InjectionRefused: With the reason.
     """
     if platform.machine() != "x86_64":
-        raise InjectionRefused(f"cannot load a library on {platform.machine()}: only on x86-64")
+        raise RefusedForGood(f"cannot load a library on {platform.machine()}: only on x86-64")
     state = (procfs.status_field(pid, "State") or ["gone"])[0]
     if state in ("gone", "Z", "X"):
-        raise InjectionRefused(f"process {pid} has ended")
+        raise RefusedForGood(f"process {pid} has ended")
     until_s = time.monotonic() + _TRACED_S
     while (tracer := tracer_of(pid)) and time.monotonic() < until_s:
         time.sleep(_LOOK_S)
@@ -94,7 +94,7 @@ def require_fit_thread(pid: int, tid: int) -> None:
         InjectionRefused: It has a shadow stack (Documentation/arch/x86/shstk.rst), Linux 6.6.
     """
     if "shstk" in procfs.status_field(tid, "x86_Thread_features"):
-        raise InjectionRefused(
+        raise RefusedForGood(
             f"process {pid} has shadow stacks, which no borrowed thread gets past",
             "restart it with GLIBC_TUNABLES=glibc.cpu.x86_shstk=off",
         )
@@ -127,16 +127,17 @@ def fitness_of(
     program = next(named, mapped[0].binary)
     headers = images.of(program)
     if headers is not None and headers.bits != 64:
-        raise InjectionRefused(f"process {pid} is a 32-bit program", _RESTART)
-    libraries = {
-        binary: binaries.ask(binary, LIBRARY) or LibraryFacts(Role.OTHER, {}, ())
-        for binary in {mapping.binary for mapping in mapped}
-    }
+        raise RefusedForGood(f"process {pid} is a 32-bit program", _RESTART)
+    answers = {binary: binaries.ask(binary, LIBRARY) for binary in paths}
+    unknown = LibraryFacts(Role.OTHER, {}, ())
+    libraries = {binary: answer or unknown for binary, answer in answers.items()}
     roles = {facts.role for facts in libraries.values()}
     if Role.MUSL in roles:
-        raise InjectionRefused(f"process {pid} uses musl: only glibc's loader is known")
+        raise RefusedForGood(f"process {pid} uses musl: only glibc's loader is known")
     if Role.GLIBC not in roles or Role.LOADER not in roles:
-        raise InjectionRefused(
+        # What is not known of a file may be the next time: its parser wanted for memory.
+        refused = InjectionRefused if None in answers.values() else RefusedForGood
+        raise refused(
             f"process {pid} is statically linked: it has no dynamic loader",
             "link it dynamically, or record its launches only",
         )

@@ -26,7 +26,14 @@ from aiflame.agent.injection.delivery import deliver_file, fill_memory, memory_p
 from aiflame.agent.injection.fitness import Fitness
 from aiflame.agent.injection.requests import Overwritten, Registers, TaskState
 from aiflame.agent.injection.seccomp import Call
-from aiflame.agent.injection.tracer import InjectionRefused, Lent, Stopped, Tracer, TryAgain
+from aiflame.agent.injection.tracer import (
+    InjectionRefused,
+    Lent,
+    RefusedForGood,
+    Stopped,
+    Tracer,
+    TryAgain,
+)
 from aiflame.agent.injection.tracer_worker import USER_CODE_64
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.inspector.memory import Span
@@ -373,7 +380,7 @@ class Injection:
             return
         if mode == _SECCOMP_STRICT:
             self.tracer.release()
-            raise InjectionRefused(
+            raise RefusedForGood(
                 f"process {self._pid} has given up all system calls (strict seccomp)"
             )
         filters = tuple(self.tracer.filters())
@@ -383,7 +390,7 @@ class Injection:
             return
         if name := seccomp.why_not(filters, self._calls):
             self.tracer.release()
-            raise InjectionRefused(
+            raise RefusedForGood(
                 f"the seccomp filter of process {self._pid} does not allow {name}(2)",
                 "allow it in the filter, or restart it as: aiflame record -- COMMAND",
             )

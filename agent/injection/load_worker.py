@@ -7,7 +7,7 @@ wait for a recorder at work. CACHE is the directory of unwind tables, "" for non
 names of the system calls that the library makes, with commas; START is when the process began
 (`procfs.start_ticks`): another one may have its number by now. It writes a line of JSON for each
 process to its standard output: {"pid", "stopped_ns", "tries", "was_there", "why_held"}, or {"pid",
-"why", "hint"}.
+"why", "hint", "is_final"}: whether a later try would meet the same.
 
 SIGTERM, which it also gets when its parent ends, ends it: what it is at goes on, or is undone.
 """
@@ -25,7 +25,7 @@ from aiflame.agent import priority
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.injection.inject import Injected, Injection
 from aiflame.agent.injection.seccomp import Call
-from aiflame.agent.injection.tracer import InjectionRefused
+from aiflame.agent.injection.tracer import RefusedForGood
 from aiflame.agent.processes import procfs
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -37,7 +37,7 @@ def _load(
     with Injection(pid, cache, calls=calls) as injection:
         # It is held by a descriptor now: whoever has the number, has it to the end.
         if procfs.start_ticks(pid) != started:
-            raise InjectionRefused(f"process {pid} has ended")
+            raise RefusedForGood(f"process {pid} has ended")
         return injection.load(library)
 
 
@@ -59,9 +59,11 @@ def main(library: Path, cache: Path | None, calls: Collection[Call], processes: 
                 "why_held": injected.why_held,
             }
         except AiflameError as error:
-            said = {"why": str(error), "hint": error.hint or ""}
+            is_final = isinstance(error, RefusedForGood)
+            said = {"why": str(error), "hint": error.hint or "", "is_final": is_final}
         except Exception as error:  # of what one target is, the others know nothing
-            said = {"why": f"{type(error).__name__}: {error}", "hint": ""}
+            why = f"{type(error).__name__}: {error}"
+            said = {"why": why, "hint": "", "is_final": False}
         sys.stdout.write(json.dumps({"pid": pid, **said}) + "\n")
         sys.stdout.flush()
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from dataclasses import dataclass
@@ -15,10 +16,16 @@ from aiflame.agent.inspector.child import Child, ends
 
 # It waits 2 s for a thread that waits for others, twice; and may want for a processor.
 _PATIENCE_S = 30.0
+# ptrace(2): the user's, a namespace's, and to see filters CAP_SYS_ADMIN.
+_NO_RIGHT = (errno.EPERM, errno.EACCES)
 
 
 class InjectionRefused(EnvironmentUnfit):
     """A library cannot be loaded into a process; the message says why."""
+
+
+class RefusedForGood(InjectionRefused):
+    """It cannot be as long as that process runs, and we have the rights that we have."""
 
 
 class TryAgain(AiflameError):
@@ -170,12 +177,13 @@ class Tracer:
         if outcome is Outcome.STOPPED:
             raise InjectionRefused("the process is stopped by a signal", "send it SIGCONT")
         if outcome is Outcome.FAILED:
+            refused = RefusedForGood if number in _NO_RIGHT else InjectionRefused
             if question.startswith(b"f"):
-                raise InjectionRefused(
+                raise refused(
                     f"the kernel does not tell what its seccomp filter is: {os.strerror(number)}",
                     "record it as root or with CAP_SYS_ADMIN, and not below a seccomp filter",
                 )
-            raise InjectionRefused(
+            raise refused(
                 f"the kernel refuses to trace it: {os.strerror(number)}",
                 "run it as root, with CAP_SYS_PTRACE and CAP_SYS_ADMIN, and see "
                 "/proc/sys/kernel/yama/ptrace_scope",

@@ -23,13 +23,14 @@ import pytest
 from aiflame.agent.injection import load_worker, requests, seccomp
 from aiflame.agent.injection.code import CODE, WAIT
 from aiflame.agent.injection.delivery import DeliveredFile, deliver_file, fill_memory, memory_path
-from aiflame.agent.injection.fitness import Fitness, require_fit_thread
+from aiflame.agent.injection.fitness import Fitness, fitness_of, require_fit_thread
 from aiflame.agent.injection.inject import Injected
 from aiflame.agent.injection.questions import LIBRARY, LibraryFacts, Role, unsafe_parts
 from aiflame.agent.injection.requests import Functions, Overwritten, Registers
 from aiflame.agent.injection.seccomp import BadFilter, Call, Verdict, verdict
 from aiflame.agent.injection.threads import why_not
-from aiflame.agent.injection.tracer import InjectionRefused
+from aiflame.agent.injection.tracer import InjectionRefused, RefusedForGood, Tracer
+from aiflame.agent.injection.tracer_worker import Outcome
 from aiflame.agent.inspector.sandbox import filter_of
 from aiflame.agent.model.profile import StopReason
 from aiflame.agent.processes import procfs
@@ -198,19 +199,28 @@ def test_a_task_that_was_overwritten_is_told(data: bytes) -> None:
 def test_one_target_does_not_end_the_loading_for_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    errors = {
+        10: struct.error("unexpected"),
+        12: InjectionRefused("stopped", "SIGCONT"),
+        13: RefusedForGood("static"),
+    }
+
     def load(pid: int, *_: object) -> Injected:
-        if pid == 10:
-            raise struct.error("unexpected")
+        if pid in errors:
+            raise errors[pid]
         return Injected(was_there=False, stopped_ns=5)
 
     monkeypatch.setattr(load_worker, "_load", load)
     monkeypatch.setattr(load_worker.priority, "hurry", lambda: None)
     monkeypatch.setattr(load_worker.signal, "signal", lambda *_: None)
     monkeypatch.setattr(load_worker.ctypes, "CDLL", MagicMock())
-    load_worker.main(Path("library.so"), None, (), ["10:1", "11:1"])
+    load_worker.main(Path("library.so"), None, (), ["10:1", "11:1", "12:1", "13:1"])
     assert [*map(json.loads, capsys.readouterr().out.splitlines())] == [
-        {"pid": 10, "why": "error: unexpected", "hint": ""},
+        {"pid": 10, "why": "error: unexpected", "hint": "", "is_final": False},
         {"pid": 11, "stopped_ns": 5, "tries": 0, "was_there": False, "why_held": ""},
+        # And it is told whether it is of use to try again.
+        {"pid": 12, "why": "stopped", "hint": "SIGCONT", "is_final": False},
+        {"pid": 13, "why": "static", "hint": "", "is_final": True},
     ]
 
 
@@ -313,6 +323,38 @@ def test_shadow_stacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     features["x86_Thread_features"] = ["shstk", "wrss"]
     with pytest.raises(InjectionRefused, match="process 10 has shadow stacks"):
         require_fit_thread(10, 11)
+
+
+@pytest.mark.parametrize(
+    ("answers", "refused"),
+    [
+        ((Role.MUSL,), RefusedForGood),
+        ((Role.OTHER,), RefusedForGood),  # statically linked
+        ((Role.OTHER, None), InjectionRefused),  # or its libc could not be read
+    ],
+)
+def test_what_a_process_lacks_for_good(
+    answers: tuple[Role | None, ...], refused: type[InjectionRefused]
+) -> None:
+    found = [None if role is None else LibraryFacts(role, {}, ()) for role in answers]
+    binaries, images = MagicMock(ask=lambda binary, _: found[binary]), MagicMock()
+    images.of.return_value = None
+    mappings = [MagicMock(binary=binary) for binary in range(len(found))]
+    with pytest.raises(InjectionRefused) as raised:
+        fitness_of(MagicMock(mappings=mappings), binaries, images, MagicMock())
+    assert raised.type is refused
+
+
+@pytest.mark.parametrize(
+    ("code", "refused"), [(errno.EPERM, RefusedForGood), (errno.ENOMEM, InjectionRefused)]
+)
+def test_a_right_that_is_missing_stays_so(
+    code: int, refused: type[InjectionRefused], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tracer, "_question", lambda *_: (Outcome.FAILED, code, b""))
+    with pytest.raises(InjectionRefused, match="refuses to trace") as raised:
+        Tracer().stop(10)
+    assert raised.type is refused
 
 
 def test_what_a_thread_may_be_inside_of() -> None:
