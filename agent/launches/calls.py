@@ -130,8 +130,12 @@ class ApiCalls:
         return self.probes.is_waiting
 
     def poll(self, *, is_waiting: bool = False) -> None:
-        """As `ApiProbes.poll`."""
+        """As `ApiProbes.poll`; looks again at files for which there was no room, once there is."""
         self.probes.poll(is_waiting=is_waiting)
+        if self.probes.has_room_again():
+            for image in [*self._table.images.values()]:
+                if image.laid and not image.is_over:
+                    self.look(image)
 
     def take_probes_off(self) -> None:
         """As `ApiProbes.take_off`: nothing more is recorded."""

@@ -38,6 +38,7 @@ from aiflame.gpu.apis import APIS
 from aiflame.gpu.apis.base import Api, Argument, Bell, Call, HandleFrom, Naming, Probed
 
 _UNPAID = "more functions than one process or user may have probed"
+_NO_ROOM = "more functions than there is room for"
 
 # Processes that are asked to pay for one file.
 _MOST_ASKED = 256
@@ -80,6 +81,19 @@ class _File:
     is_ours: bool
     described: list[tuple[int, int]] = field(default_factory=list)
     paid: tuple[int, str, int] | None = None
+
+
+@dataclass(slots=True)
+class _Refused:
+    """A file that has no probes, as there was no number or share left for them.
+
+    Attributes:
+        why: In words.
+        asked: The processes for which that holds, since some were given back last.
+    """
+
+    why: str
+    asked: set[int] = field(default_factory=set)
 
 
 class _Waiting(NamedTuple):
@@ -148,7 +162,8 @@ class ApiProbes:
         self._leaving: list[tuple[threading.Thread | None, list[int]]] = []
         self._waiting: list[_Waiting] = []
         self._shares = Shares(lambda: abi.API_PROBES_MAX)
-        self._unpaid: dict[FileIdentity, set[int]] = {}  # files, and who could not pay for them
+        self._refused: dict[FileIdentity, _Refused] = {}
+        self._has_room_again = False
         self.losses: Counter[LossKind] = Counter()
         self.loss_files: dict[LossKind, set[str]] = {}
 
@@ -158,9 +173,16 @@ class ApiProbes:
             self.look(descriptor, str(path))
 
     def may_pay(self, file: FileIdentity, pid: int) -> bool:
-        """Whether a file has no probes for want of a share, and this process was not asked yet."""
-        asked = self._unpaid.get(file)
-        return asked is not None and pid not in asked and len(asked) < _MOST_ASKED
+        """Whether a file has no probes for want of room, and this process was not asked yet."""
+        refused = self._refused.get(file)
+        return refused is not None and pid not in refused.asked and len(refused.asked) < _MOST_ASKED
+
+    def has_room_again(self) -> bool:
+        """Whether files that found no room may be looked at again; says so once."""
+        if self._refused:
+            self._take_back_numbers()
+        has_room, self._has_room_again = self._has_room_again, False
+        return has_room
 
     def look(
         self, descriptor: int, path: str, pid: int = 0, payer: str = ""
@@ -195,24 +217,26 @@ class ApiProbes:
         if descriptor in self._facts.unanswered and not seen.described:
             del self._seen[identity]
             return None
-        if wanted and payer and not self._shares.take(pid, payer, len(wanted)):
+        why = self._refusal(pid, payer, len(wanted)) if wanted else ""
+        if why:
             # Another one may pay for a library that many map.
-            if identity not in self._unpaid:
-                self._failed(path, _UNPAID, len(wanted))
-            self._unpaid.setdefault(identity, set()).add(pid)
+            if identity not in self._refused:
+                self._failed(path, why, len(wanted))
+            self._refused.setdefault(identity, _Refused(why)).asked.add(pid)
             return identity
         if wanted and payer:
             seen.paid = pid, payer, len(wanted)
-        if self._unpaid.pop(identity, None) is not None:
+        refused = self._refused.pop(identity, None)
+        if refused is not None:
             self.losses[LossKind.CALLS_NOT_PROBED] -= len(wanted)
-            self.loss_files[LossKind.CALLS_NOT_PROBED].discard(f"{path} ({_UNPAID})")
+            self.loss_files[LossKind.CALLS_NOT_PROBED].discard(f"{path} ({refused.why})")
         if wanted:
             self._programs.expect_calls()  # which takes longer than what follows
         try:
             for located, api, function in wanted:
                 probes += self._probes(identity, seen, located, api, function)
         except TooManyFunctions:
-            self._failed(path, "more functions than there is room for")
+            self._failed(path, _NO_ROOM)
         if probes and remote is not None:
             # The kernel reads the file to put them on, and no signal gets through to that.
             self._failed(path, "its file system may not answer", len(probes))
@@ -230,7 +254,7 @@ class ApiProbes:
         if seen is None or seen.is_ours or self._is_off:
             return
         del self._seen[identity]
-        self._unpaid.pop(identity, None)
+        self._refused.pop(identity, None)
         for one in [one for one in self._waiting if one.identity == identity]:
             os.close(one.descriptor)
             self._waiting.remove(one)
@@ -301,20 +325,27 @@ class ApiProbes:
             probes.append(Probe("on_named", located, back, slot, number))
         return probes
 
-    def _number(self) -> int:
-        """Returns what the kernel half knows a probe by.
+    def _refusal(self, pid: int, payer: str, count: int) -> str:
+        """Returns why a file gets no probes now; "" where it does: its share is taken then."""
+        self._take_back_numbers()
+        if count > len(self._free_numbers) + abi.API_PROBES_MAX - self._numbers:
+            return _NO_ROOM
+        return _UNPAID if payer and not self._shares.take(pid, payer, count) else ""
 
-        Raises:
-            TooManyFunctions: There is none left.
-        """
+    def _take_back_numbers(self) -> None:
+        """Takes back what files had that are gone, once their probes are off."""
         for thread, numbers in [*self._leaving]:
             if thread is None or not thread.is_alive():
                 self._free_numbers += numbers
                 self._leaving.remove((thread, numbers))
+                self._has_room_again = bool(self._refused)
+                for refused in self._refused.values():
+                    refused.asked.clear()
+
+    def _number(self) -> int:
+        """Returns what the kernel half knows a probe by; there is one (`_refusal`)."""
         if self._free_numbers:
             return self._free_numbers.pop()
-        if self._numbers == abi.API_PROBES_MAX:
-            raise TooManyFunctions
         self._numbers += 1
         return self._numbers - 1
 

@@ -16,14 +16,16 @@ from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.inspector.opener import OpenedFile
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.uprobe_tries import NopTreatment
+from aiflame.agent.launches.calls import ApiCalls
 from aiflame.agent.launches.probe_sites import Prologue
 from aiflame.agent.launches.probes import ApiProbes
 from aiflame.agent.launches.questions import ProbedFunction
 from aiflame.agent.losses import LossKind
-from aiflame.agent.processes.binaries import BinaryTable
+from aiflame.agent.processes.binaries import BinaryFile, BinaryTable
 from aiflame.agent.processes.procfs import MapsLine
 from aiflame.agent.processes.shares import Shares, payer_of
-from support import wait_until
+from aiflame.agent.processes.table import Mapping, ProcessTable
+from support import blind_inspector, wait_until
 
 _ID = "0123456789abcdef" * 4
 
@@ -274,3 +276,53 @@ def test_files_of_containers_that_are_gone_leave_probes_to_others(
     with (tmp_path / "7").open("rb") as file:
         probes.look(file.fileno(), "7", 7, "container-7")
     assert attached[-1] == "7"
+
+
+def test_a_file_that_found_no_number_is_probed_once_some_are_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes, attached = _few_probes(monkeypatch)
+    anything: Any = SimpleNamespace()
+    table = ProcessTable(1, lambda pid: 1, blind_inspector())
+    calls = ApiCalls(anything, table, anything, anything, anything)
+    calls.probes = probes
+
+    def map_file(number: int, functions: int) -> None:
+        path = tmp_path / str(number)
+        path.write_bytes(bytes(functions))
+        fd = os.open(path, os.O_RDONLY)
+        table.binaries.files[number] = BinaryFile(number, str(number), fd, "")
+        image = table.image(100 + number, 1)
+        image.cgroup = f"/docker/{number:064x}"
+        image.replace_mappings([Mapping(4096, 8192, 0, number)])
+        calls.look(image)
+
+    try:
+        # GIVEN files of the system's and of two containers, which leave two of all numbers,
+        for number in range(60):
+            path = tmp_path / f"system{number}"
+            path.write_bytes(bytes(5))
+            with path.open("rb") as file:
+                probes.look(file.fileno(), path.name)
+        map_file(0, 9)
+        map_file(1, 9)
+        # AND a library that two processes have mapped in vain
+        map_file(2, 5)
+        table.image(200, 1).replace_mappings([Mapping(4096, 8192, 0, 2)])
+        calls.look(table.image(200, 1))
+        calls.poll()
+        assert attached[60:] == ["0", "1"]
+        assert probes.losses == {LossKind.CALLS_NOT_PROBED: 5}
+        # WHEN one of the containers is gone, THEN the library is probed, and nothing is lost
+        threads = threading.active_count()
+        table.forget([table.image(100, 1)], ())
+        calls.forget_binaries([0])
+        wait_until(lambda: threading.active_count() == threads, 10)
+        for _ in range(2):
+            calls.poll()
+        assert attached[60:] == ["0", "1", "2"]
+        assert probes.losses == {LossKind.CALLS_NOT_PROBED: 0}
+        assert probes.loss_files == {LossKind.CALLS_NOT_PROBED: set()}
+    finally:
+        for mapped in table.binaries.files.values():
+            os.close(mapped.fd or 0)
