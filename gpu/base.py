@@ -367,7 +367,16 @@ class Host(Protocol):
         """Tells of the devices anew: more is known of them, or there are more.
 
         Args:
-            devices: All; those that were told of before, in their order, and then the new ones.
+            devices: All; those that were told of before, in their order, or what has `replaced`
+                them, and then the new ones.
+        """
+        ...
+
+    def replaced(self, device: int) -> None:
+        """Tells that an index is another device's from now on, of which `found` tells next.
+
+        Args:
+            device: Of one of which nothing was told for a while, and nothing will be.
         """
         ...
 

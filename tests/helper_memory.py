@@ -154,6 +154,7 @@ class Host:
         self.lines = SaidLines()
         self.arguments: list[str] = []
         self.devices: list[Device] = []
+        self.replaced_devices: list[int] = []
         self.hears: list[Callable[[int], None]] = []
         self.duties: dict[int, int] = {}
         self.loads: list[HelperLoad] = []
@@ -175,6 +176,9 @@ class Host:
 
     def found(self, devices: Sequence[Device]) -> None:
         self.devices = [*devices]
+
+    def replaced(self, device: int) -> None:
+        self.replaced_devices.append(device)
 
     def add_times(self, times: Iterable[KernelTime]) -> None:
         self.times += times

@@ -137,6 +137,7 @@ class _FamilyHost:
         self._binaries = table.binaries
         self.shared = Memories(table, family.memory)
         self._watch = watch
+        self._replaced: set[int] = set()
         self._takes: list[Callable[[], None]] = []
         self._hears: list[Callable[[int], None]] = []
         self._times: list[KernelTime] = []
@@ -235,6 +236,10 @@ class _FamilyHost:
             self.devices = tuple(devices)
             self.is_news = True
 
+    def replaced(self, device: int) -> None:
+        self._replaced.add(device)
+        self.is_news = True
+
     def path(self, file: int) -> str:
         return self._binaries.files[file].path
 
@@ -314,6 +319,11 @@ class _FamilyHost:
         self.shared.heard(image, kernel_times_gone)
         for hear in self._hears:
             hear(image.index)
+
+    def take_replaced(self) -> set[int]:
+        """Returns which of the devices are others since last."""
+        replaced, self._replaced = self._replaced, set()
+        return replaced
 
     def take_samples(self) -> list[KernelSample]:
         """Returns the samples since last."""
@@ -403,6 +413,7 @@ class Devices:
         self._kernel_ns_of: Counter[int] = Counter()  # by index of the image
         self._ran: defaultdict[int, set[str]] = defaultdict(set)  # the same
         self._next_device = 0
+        self._gone_devices: list[int] = []  # which the open window may mention
         self._window_began_ns = self._drained_ns = 0  # since the start
         self._is_within = False
         self._said: list[str] = []
@@ -464,6 +475,10 @@ class Devices:
             if not running.is_news:
                 continue
             running.is_news = False
+            for index in running.take_replaced():
+                self._gone_devices.append(running.numbers[index])
+                running.numbers[index] = self._next_device
+                self._next_device += 1
             while len(running.numbers) < len(running.devices):
                 running.numbers.append(self._next_device)
                 self._next_device += 1
@@ -566,6 +581,9 @@ class Devices:
         """
         if not self._is_within:
             self._window_began_ns = self._drained_ns
+            if self._gone_devices:
+                self._window.drop("devices", self._gone_devices)
+                self._gone_devices = []
             if not self._wanted.lists:  # what is read together is a stretch, and not months
                 self._kernel_ns_left = _MAX_KERNEL_NS
                 self._kernel_ns_of.clear()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -582,6 +582,9 @@ class OpenWindow(FactsTaker, Protocol):
 
     def user_addresses(self, stack: int) -> npt.NDArray[np.uint64]:
         """Returns the user half of a stack that was defined, leaf first; none for another."""
+
+    def drop(self, column: str, numbers: Collection[int]) -> None:
+        """Drops facts of windows before, by number: no row or fact will refer to them again."""
 
     def add(self, column: str, rows: Rows) -> None:
         """Adds measures or events."""

@@ -253,6 +253,12 @@ class WindowBuilder:
         row, addresses = known
         return addresses[int(row["kernel_depth"]) :]
 
+    def drop(self, column: str, numbers: Collection[int]) -> None:
+        """Drops facts of windows before; as OpenWindow.drop says."""
+        rows = self._facts[column]
+        is_gone = np.isin(rows[COLUMNS[column].key[0]], np.array([*numbers], np.uint32))
+        self._facts[column] = rows[~is_gone]
+
     def add(self, column: str, rows: Rows) -> None:
         """Adds measures or events to the open window."""
         parts = self._open[column]

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.gpu.base import (
     CodeKey,
@@ -26,9 +27,12 @@ from aiflame.gpu.nvidia.readings import Readings, Said
 from aiflame.gpu.protocol import VERSION, Failed, HelperDevice, HelperError
 from aiflame.gpu.stalls.nvidia import is_part_of_another
 
-# Of a recording, and of those that one process is the first to tell of: a machine has 16, and a
-# target may invent some.
+# At a time, and of those that one process is the first to tell of: a machine has 16, and a target
+# may invent some.
 _MAX_DEVICES, _MAX_DEVICES_OF_PROCESS = 64, 16
+# One that nobody has told of for so long may give way to another one: instances of devices (MIG)
+# come and go. What was sampled of it is in windows by then.
+_UNUSED_S = 60
 # Of a drain and the second after it: 0.2 s of the recorder's time. Each process has the same part
 # of it, and no more than if there were so few of them. Graphs have a fact for each of their nodes.
 _MAX_FACTS, _FEWEST_SHARES = 1 << 16, 2
@@ -125,11 +129,13 @@ class _Known:
             the UUID.
         uuid: By which helpers tell of it; None for one that no helper has told of.
         told: As a helper told of it first: another process may tell anything of it.
+        used_s: When a process that lives, or NVML, told of it last; since the start.
     """
 
     device: Device
     uuid: bytes | None
     told: HelperDevice | None = None
+    used_s: int = 0
 
 
 class NvidiaSampler:
@@ -143,6 +149,7 @@ class NvidiaSampler:
         self._over: deque[Told] = deque(maxlen=_MOST_OVER)  # by processes that are gone
         self._code = KeptCode(host, self._architecture)
         self._made: Counter[int] = Counter()  # devices, by the process that told of them first
+        self._refused: defaultdict[int, set[int]] = defaultdict(set)  # by process, its numbers
         self._known = [_Known(device_of(gpu.model, here), gpu.uuid) for gpu in here.gpus]
         self._readings = Readings(host) if self._known else None
         host.listen(self._hear)
@@ -180,6 +187,8 @@ class NvidiaSampler:
             self._note_devices(helper)
             self._over.append(helper.told)
             self._code.forget(memory.process)
+            self._made.pop(memory.process, None)
+            self._refused.pop(memory.process, None)
         for helper in self._helpers.values():
             self._allow(helper)
         self._read(memories)
@@ -218,30 +227,47 @@ class NvidiaSampler:
 
     def _number_of(self, process: int, told: HelperDevice) -> int | None:
         """Returns the number of a device that a process tells of; None if it is one too many."""
+        number = self._find(told.uuid)
+        if number is not None:
+            self._known[number].told = self._known[number].told or told
+        elif self._made[process] < _MAX_DEVICES_OF_PROCESS:
+            # May be of a container, or an instance of a device, which has a UUID of its own.
+            number = self._add(told.name, told.uuid, told)
+            self._made[process] += number is not None
+        return number
+
+    def _find(self, uuid: bytes) -> int | None:
+        """Returns the number of a device that is told of now, None for one that is new."""
         for number, known in enumerate(self._known):
-            if known.uuid == told.uuid:
-                known.told = known.told or told
+            if known.uuid == uuid:
+                known.used_s = self._interval
                 return number
-        if self._made[process] == _MAX_DEVICES_OF_PROCESS:
-            return None
-        numbers = (number for number, known in enumerate(self._known) if known.uuid is None)
-        number = next(numbers, len(self._known))
-        if number == _MAX_DEVICES:
-            return None
-        self._made[process] += 1
-        model = told.name
-        if number == len(self._known):
-            # Of a container, or an instance of a device, which has a UUID of its own.
-            self._known.append(_Known(device_of(model, self._here), told.uuid, told))
+        return None
+
+    def _add(self, name: str, uuid: bytes, told: HelperDevice | None = None) -> int | None:
+        """Returns the number of a new device; None while there are too many others."""
+        known = self._known
+        new = _Known(device_of(name, self._here), uuid, told, self._interval)
+        number = next((number for number, one in enumerate(known) if one.uuid is None), len(known))
+        if number < len(known):
+            new.device = replace(known[number].device, name=name or known[number].device.name)
+        elif number < _MAX_DEVICES:
+            known.append(new)
         else:
-            device = self._known[number].device
-            named = replace(device, name=model or device.name)
-            self._known[number] = _Known(named, told.uuid, told)
+            number = min(range(number), key=lambda number: known[number].used_s)
+            if self._interval - known[number].used_s < _UNUSED_S:
+                return None
+            self._host.replaced(number)
+        known[number] = new
         return number
 
     def _note_devices(self, helper: Helper) -> None:
+        refused = self._refused[helper.process]
         for told in helper.told.devices.values():
-            self._number_of(helper.process, told)
+            number = self._number_of(helper.process, told)
+            if number is None and told.device not in refused:
+                refused.add(told.device)
+                self._host.lose(LossKind.DEVICE_CONTEXTS_FULL)
 
     def _number_read(self, said: Said) -> int | None:
         """Returns the number of a device that NVML tells of.
@@ -249,17 +275,11 @@ class NvidiaSampler:
         Returns:
             None for an instance that no helper has told of, or for one too many.
         """
-        numbers = {known.uuid: number for number, known in reversed([*enumerate(self._known)])}
-        if said.uuid in numbers or said.is_instance:
-            return numbers.get(said.uuid)
-        number = numbers.get(None, len(self._known))
-        if number == _MAX_DEVICES:
-            return None
-        if number == len(self._known):
-            self._known.append(_Known(device_of(said.name, self._here), said.uuid))
-        else:
-            device = replace(self._known[number].device, name=said.name)
-            self._known[number] = _Known(device, said.uuid)
+        number = self._find(said.uuid)
+        if number is None and not said.is_instance:
+            number = self._add(said.name, said.uuid)
+            if number is None and said.end_ns:
+                self._host.lose(LossKind.DEVICE_READINGS_MISSED)
         return number
 
     def _add_readings(self, said: Iterable[Said]) -> None:

@@ -613,6 +613,9 @@ class _Teller(_Sampler):
     def stop(self) -> None:
         self.drain(Interval(0))
 
+    def replace(self, device: int) -> None:
+        self._host.replaced(device)
+
     def tell_load(self, process: int, load: HelperLoad) -> None:
         self._host.add_load(process, load)
 
@@ -802,6 +805,25 @@ def test_a_process_that_runs_kernels_for_months_has_its_times(
         rows = window.close(1_000 * (number + 1)).kernel_times
         assert rows["duration_ns"].tolist() == [100]
     assert not +devices.losses
+
+
+def test_a_device_in_the_place_of_another_one_is_another_one(
+    telling: tuple[_TellingFamily, Devices, WindowBuilder],
+) -> None:
+    family, devices, window = telling
+    known = []
+    for number in range(20):
+        # GIVEN an instance of a device, of which there is nothing but equal ones
+        family.sampler.times = [KernelTime(0, 0, "k", 100, 200, 100)]
+        devices.drain(number, 1_000 * (number + 1))
+        found = window.close(1_000 * (number + 1))
+        check(found)
+        # THEN each has a number of its own in windows
+        assert found.kernel_times["device"].tolist() == [number]
+        known.append(window.known_rows)
+        # WHEN it gives way to the next one
+        family.sampler.replace(0)
+    assert known[-1] == known[1]
 
 
 def test_reasons_are_bounded(

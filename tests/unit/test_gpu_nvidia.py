@@ -421,6 +421,61 @@ def test_a_process_that_invents_devices_has_only_so_many(proc: Path) -> None:
     assert len(host.devices) == 64
 
 
+def test_instances_that_come_and_go_for_months_are_told_apart(proc: Path) -> None:
+    _drive(proc)
+    lasting = _memory()
+    host = Host(lasting)
+    sampler = _sampler(proc, host)
+    for number in range(300):
+        # GIVEN a process on each of ever new instances, one after the other
+        memory = _memory(uuid=number.to_bytes(16, "big"))
+        memory.process = 10 + number
+        host.shared = [lasting, memory]
+        for one in (lasting, memory):
+            one.times((1, _LATER, _LATER, 0, 0, 1, 0, 1, 0))
+        sampler.drain(Interval(2 * number))
+        # THEN the kernels of both have run on devices of their own
+        assert [(one.process, one.device > 0) for one in host.times[-2:]] == [
+            (5, False),
+            (memory.process, True),
+        ]
+        assert [device.tier for device in host.devices[-1:]] == [Tier.STALLS]
+    assert not host.lost
+    assert len(host.devices) == 64
+    # AND it was said of each that has come in the place of another one
+    assert len(host.replaced_devices) == 301 - 64
+    assert 0 not in host.replaced_devices
+
+
+def test_a_device_that_is_one_too_many_is_counted_until_there_is_room(proc: Path) -> None:
+    _drive(proc)
+    host = Host(_memory())
+    sampler = _sampler(proc, host)
+    for process in range(63):
+        host.shared.append(_memory(uuid=bytes([process]) * 16))
+        host.shared[-1].process = 10 + process
+    late = _memory(uuid=b"m" * 16)
+    late.process = 100
+    # GIVEN as many devices as are told apart, and another one
+    sampler.drain(Interval(0))
+    host.shared.append(late)
+    for second in range(100, 103):
+        sampler.drain(Interval(second))
+    late.times((1, _LATER, _LATER, 0, 0, 1, 0, 1, 0))
+    sampler.drain(Interval(103))
+    # THEN it is counted once, and so are its kernels
+    assert host.lost == {LossKind.DEVICE_CONTEXTS_FULL: 1, LossKind.KERNEL_TIMES_REFUSED: 1}
+    # WHEN one of the others has been gone for a minute
+    host.shared.remove(host.shared[7])
+    sampler.drain(Interval(104))
+    sampler.drain(Interval(165))
+    # THEN it has its place
+    late.times((1, _LATER, _LATER, 0, 0, 1, 0, 1, 0))
+    sampler.drain(Interval(166))
+    assert [one.device for one in host.times] == [7]
+    assert host.lost[LossKind.DEVICE_CONTEXTS_FULL] == 1
+
+
 def test_a_device_has_the_name_that_the_machine_or_the_first_one_tells(proc: Path) -> None:
     _drive(proc)
     honest, other = _memory(), _memory()
