@@ -14,9 +14,9 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +72,9 @@ _MAX_LAUNCH_ID = (1 << 63) - 1
 COMMON_PERIOD_CYCLES, _MAX_PERIOD_CYCLES = 1 << 20, 1 << 31
 # Of a process: instructions that are sampled, kernels that they are in, and reasons for it.
 _MAX_SITES, _MAX_KERNELS, _MAX_WORDS = 1 << 19, 1 << 14, 128
+# Where nothing is listed in the end, as of an agent, the first two are of so many seconds: who
+# compiles kernels all day has ever new ones.
+_SITES_S = 60
 
 _LOSSES = {
     HelperLoss.SAMPLES_DROPPED: LossKind.DEVICE_SAMPLES_DROPPED,
@@ -195,6 +198,7 @@ class Helper:
         self._builders: dict[int, int] = {}  # launches by whose capture nodes of graphs were built
         self._sites: set[tuple[CodeKey, int]] = set()
         self._kernels: set[CodeKey] = set()
+        self._sites_since_s = 0  # since the recording's start
         self._words: set[str] = set()
         self._count = 0
         self._is_unread = False  # from now on
@@ -211,7 +215,11 @@ class Helper:
         self._is_left = False
         self._is_over = False  # its process, when it was left
         self._is_done = False  # it has said that it is off, or is over, and there was no more
-        self.told = Told()
+        self.told = told = Told()
+        self._of_contexts: Sequence[dict[int, Any]] = (
+            *(told.contexts, told.samples, told.twins, told.windows, told.serialised_ns),
+            *(self._reasons, self._read_outs, self._serialised_until_ns),
+        )
 
     @property
     def process(self) -> int:
@@ -327,6 +335,10 @@ class Helper:
         """
         if self._is_unread or self._cpu_left_s <= 0:
             return []  # it stays in the ring, which counts what is overwritten there
+        if not self._host.wanted.lists and interval - self._sites_since_s >= _SITES_S:
+            self._sites_since_s = interval
+            self._sites.clear()
+            self._kernels.clear()
         begun_s = time.thread_time()
         try:
             return self._read_some(interval)
@@ -371,20 +383,47 @@ class Helper:
                     if fact.tier > best_tier or (fact.tier == best_tier and not self._is_left):
                         told.best = fact
                 case HelperDevice():
-                    device = replace(fact, name=_shown(fact.name))
-                    self._keep(told.devices, fact.device, device, _MAX_DEVICES)
+                    self._note_device(replace(fact, name=_shown(fact.name)))
                 case Context():
-                    self._keep(told.contexts, fact.context, fact, _MAX_CONTEXTS)
+                    self._note_context(told.contexts, fact.context, fact)
                 case Reasons():
                     rows = fact.reasons[:_MAX_REASONS].tolist()
-                    self._keep(self._reasons, fact.context, dict(rows), _MAX_CONTEXTS)
+                    self._note_context(self._reasons, fact.context, dict(rows))
                 case Name():
                     self._name(fact.name, fact.text[:_MAX_NAME_CHARACTERS])
                 case Code():
-                    if fact.at is not None and len(self._codes) < _MAX_CODES:
-                        self._codes.setdefault(fact.code, fact)
+                    self._note_code(fact)
                 case Node():
                     self._note_node(fact)
+
+    def _note_device(self, device: HelperDevice) -> None:
+        known = self.told.devices
+        if device.device in known or len(known) < _MAX_DEVICES:
+            known[device.device] = device
+        else:
+            self._host.lose(LossKind.DEVICE_CONTEXTS_FULL)
+
+    def _note_context(self, into: dict[int, T], context: int, fact: T) -> None:
+        """Notes what is told of a context, in place of the one that was heard of longest ago.
+
+        Who makes contexts all day has ended the first ones. Of one that goes on, samples are
+        refused, and counted, until it is told of again.
+        """
+        into.pop(context, None)
+        into[context] = fact
+        if len(into) > _MAX_CONTEXTS:
+            oldest = next(iter(into))
+            for known in self._of_contexts:
+                known.pop(oldest, None)
+
+    def _note_code(self, code: Code) -> None:
+        """Notes where the bytes of a code object are, if they were kept."""
+        if code.at is None or code.code in self._codes:
+            return
+        if len(self._codes) < _MAX_CODES:
+            self._codes[code.code] = code
+        else:
+            self._host.lose(LossKind.DEVICE_CODE_NOT_KEPT)
 
     def _note_node(self, node: Node) -> None:
         """Notes who has built a node; what it is a copy of was told before."""
@@ -409,12 +448,6 @@ class Helper:
         self._names[number] = text
         self._names_bytes = size
 
-    def _keep(self, into: dict[int, T], key: int, fact: T, most: int) -> None:
-        if key in into or len(into) < most:
-            into[key] = fact
-        else:
-            self._host.lose(LossKind.DEVICE_CONTEXTS_FULL)
-
     def _take(self, record: Record, interval: int, samples: list[KernelSample]) -> None:
         match record.kind:
             case Passing.TIMES:
@@ -427,6 +460,8 @@ class Helper:
             case Passing.STALLS:
                 stalls = protocol.stalls(record)
                 self._now_ns = max(self._now_ns, stalls.end_ns)
+                _renew(self.told.contexts, stalls.context)
+                _renew(self._reasons, stalls.context)
                 self._add_load(stalls)
                 read_out = self._read_out(stalls)
                 if stalls.end_ns > self._since_ns:
@@ -631,6 +666,12 @@ class Helper:
     def _device(self, device: int) -> int | None:
         known = self.told.devices.get(device)
         return None if known is None else self._number_of(known)
+
+
+def _renew(known: dict[int, T], key: int) -> None:
+    """Has what is known under a key be what goes last."""
+    if key in known:
+        known[key] = known.pop(key)
 
 
 def _shown(text: str) -> str:

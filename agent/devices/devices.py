@@ -75,8 +75,8 @@ _MAX_EXECUTIONS = 1 << 24
 _MAX_KERNEL_NS_OF_PROCESS, _MAX_KERNEL_NS = 1 << 52, 1 << 62
 
 # Of a recording, as they are kept for its end: codes, and instructions of theirs that were sampled.
-# Eight large programs have 10,000 kernels each, of which a few are hot; these are some 200 MB. Of
-# the processes that there are, where nothing is listed in the end.
+# Eight large programs have 10,000 kernels each, of which a few are hot; these are some 200 MB.
+# Where nothing is listed in the end, of a window (`_forget_unsampled`).
 _MAX_CODES, _MAX_SITES = 1 << 17, 1 << 21
 # Of a recording: NVIDIA's devices have 40, and a helper may say anything.
 _MAX_REASONS = 1 << 12
@@ -587,6 +587,7 @@ class Devices:
             if not self._wanted.lists:  # what is read together is a stretch, and not months
                 self._kernel_ns_left = _MAX_KERNEL_NS
                 self._kernel_ns_of.clear()
+                self._forget_unsampled()
         self._is_within = is_within
         by_family = defaultdict(list)
         # Those of a window have no order; the files of kernels are numbered as they were made.
@@ -668,16 +669,31 @@ class Devices:
 
         Notes the instruction if so.
         """
-        known = self._offsets.get((family, sample.code))
+        key = family, sample.code
         if (family, sample.reason) not in self._reasons and len(self._reasons) == _MAX_REASONS:
             return False
-        if known is not None and sample.offset in known:
+        if key in self._offsets and sample.offset in self._offsets[key]:
             return True
-        if self._sites == _MAX_SITES or (known is None and len(self._codes) == _MAX_CODES):
+        is_new = key not in self._codes
+        if self._sites == _MAX_SITES or (is_new and len(self._codes) == _MAX_CODES):
             return False
         self._sites += 1
-        self._offsets[family, sample.code].add(sample.offset)
+        self._offsets[key].add(sample.offset)
         return True
+
+    def _forget_unsampled(self) -> None:
+        """Forgets instructions, and of many codes those that the last window has no samples of.
+
+        A process that compiles kernels all day has ever new ones.
+        """
+        if len(self._codes) > _MAX_CODES // 2:
+            gone = [known for known in self._codes if known not in self._offsets]
+            numbers = [self._codes.pop(known) for known in gone]
+            for number in numbers:
+                del self._kernel_of[number]
+            self._window.drop("codes", numbers)
+        self._offsets.clear()
+        self._sites = 0
 
     def _times(self, sample: KernelSample, end_ns: int) -> tuple[Timing, int, int]:
         """Returns what is known of when a sample was taken, since the start."""
@@ -827,7 +843,7 @@ class Devices:
         if not self._wanted.lists:
             for known in [known for known in self._codes if known[1].process in images]:
                 del self._kernel_of[self._codes.pop(known)]
-                self._sites -= len(self._offsets.pop(known))
+                self._sites -= len(self._offsets.pop(known, ()))
         self._locations.forget_images(images)
         self._timed.difference_update(images)
         for running in self._running:

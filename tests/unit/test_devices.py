@@ -807,6 +807,37 @@ def test_a_process_that_runs_kernels_for_months_has_its_times(
     assert not +devices.losses
 
 
+def test_a_process_that_compiles_kernels_all_day_has_samples_of_the_last_ones(
+    table: ProcessTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is listed in the end, as of an agent."""
+    monkeypatch.setattr("aiflame.agent.devices.devices._MAX_CODES", 8)
+    monkeypatch.setattr("aiflame.agent.devices.devices._MAX_SITES", 16)
+    family, window = _TellingFamily((_TOY,)), _window()
+    devices = _devices([family], table, window, KernelTable(window), wanted=Wanted(lists=False))
+    devices.start()
+    known = []
+    for number in range(50):
+        # GIVEN a kernel that goes on, and in each window another three, each compiled anew
+        objects = [1, *range(2 + 3 * number, 5 + 3 * number)]
+        family.sampler.samples = [
+            KernelSample(0, 0, CodeKey(0, None, "k", code), 16 * offset, "busy", 7)
+            for code in objects
+            for offset in range(4)
+        ]
+        devices.drain(number, 1_000 * (number + 1))
+        found = window.close(1_000 * (number + 1))
+        check(found)
+        assert found.device_samples["count"].sum() == 16 * 7
+        # THEN they are told apart, and the first is what it was
+        assert len({*found.device_samples["code"].tolist()}) == 4
+        assert 0 in found.device_samples["code"]
+        known.append(window.known_rows)
+    assert not +devices.losses
+    # AND what is known of those that are gone is forgotten
+    assert max(known[25:]) == max(known[:25])
+
+
 def test_a_device_in_the_place_of_another_one_is_another_one(
     telling: tuple[_TellingFamily, Devices, WindowBuilder],
 ) -> None:

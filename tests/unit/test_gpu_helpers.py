@@ -527,19 +527,22 @@ def test_facts_whose_ring_is_as_long_as_a_number_cost_nothing_else() -> None:
 
 
 def test_a_process_has_no_more_of_anything_than_there_is_room_for() -> None:
-    # GIVEN 70,000 names, of which the first fit, and 3,000 contexts
+    # GIVEN 70,000 names, of which the first fit, 3,000 contexts, and 100 devices
     memory, host = Memory(facts=8 << 20), Host()
     memory.hello()
     for number in range(70_000):
         memory.name(number + 1, "n")
     for number in range(3_000):
         memory.context(number)
+    for number in range(100):
+        memory.device(number)
     helper = _helper(memory, host)
     for second in range(20):
         helper.read(second)
     assert host.lost[LossKind.DEVICE_NAMES_FULL] == 70_000 - (1 << 16)
-    assert len(helper.told.contexts) == 256
-    assert host.lost[LossKind.DEVICE_CONTEXTS_FULL] == 3_000 - 256
+    assert [*helper.told.contexts] == [*range(3_000 - 256, 3_000)]
+    assert [*helper.told.devices] == [*range(32)]
+    assert host.lost[LossKind.DEVICE_CONTEXTS_FULL] == 100 - 32
 
 
 def test_names_have_so_many_bytes_of_a_process() -> None:
@@ -613,6 +616,61 @@ def test_kernels_and_instructions_that_are_told_apart_are_bounded() -> None:
         helper.read(batch)
     assert len(host.samples) == 1 << 14
     assert host.lost == {LossKind.DEVICE_SAMPLES_REFUSED: 20_000 - (1 << 14)}
+
+
+def test_a_process_that_compiles_kernels_all_day_has_samples_of_the_last_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("aiflame.gpu.helpers._MAX_KERNELS", 4)
+    monkeypatch.setattr("aiflame.gpu.helpers._MAX_SITES", 8)
+    memory, host = _sound(), Host()
+    host.wanted = Wanted(lists=False)
+    helper = _helper(memory, host)
+    # GIVEN an agent, and in each minute as many new kernels as there is room for, and one more
+    for minute in range(10):
+        codes = range(1 + 5 * minute, 6 + 5 * minute)
+        memory.stalls(1_500, 2_000, *((code, 0, 0, 1, 0, 0, 1) for code in codes))
+        helper.read(60 * minute)
+    # THEN the last are told apart as the first were, and the others counted
+    assert [sample.code.object for sample in host.samples] == [
+        code for minute in range(10) for code in range(1 + 5 * minute, 5 + 5 * minute)
+    ]
+    assert host.lost == {LossKind.DEVICE_SAMPLES_REFUSED: 10}
+
+
+def test_a_process_that_makes_contexts_all_day_has_samples_of_the_last_ones() -> None:
+    # GIVEN a context that goes on, and 1,000 others one after the other
+    memory, host = _sound(ring=1 << 18), Host()
+    helper = _helper(memory, host)
+    for context in range(2, 1_002):
+        memory.context(context)
+        memory.reasons(context, {0: 10, 1: 11})
+        for one in (1, context):
+            rows = (1, 0, 0, 1, 0, 0, 1), (1, 0, 0, 1, 0, 1, 1)
+            memory.stalls(context * 1_000, context * 1_000 + 1, *rows, context=one)
+        memory.serialised(context * 1_000, context * 1_000 + 1, context)
+        helper.read(0)
+    # THEN all have their samples,
+    assert len(host.samples) == 2_000
+    assert helper.told.samples[1] == 1_000
+    assert not host.lost
+    # AND of those that came last it is known how they were sampled
+    told = helper.told
+    for known in (told.contexts, told.samples, told.twins):
+        assert sorted(known) == [1, *range(747, 1_002)]
+    assert sorted(told.windows) == sorted(told.serialised_ns) == [*range(747, 1_002)]
+
+
+def test_code_beyond_what_is_remembered_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiflame.gpu.helpers._MAX_CODES", 2)
+    memory, host = _sound(), Host()
+    for code in (1, 2, 1, 3, 4):
+        memory.code(code, b"c" * 8)
+    memory.code(5, b"")
+    helper = _helper(memory, host)
+    helper.read(0)
+    assert [bool(helper.code(code)) for code in range(1, 6)] == [True, True, False, False, False]
+    assert host.lost == {LossKind.DEVICE_CODE_NOT_KEPT: 2}
 
 
 @settings(max_examples=300, deadline=None)
