@@ -703,6 +703,21 @@ def test_names_that_are_copied_each_time_end_sampling(tmp_path: Path) -> None:
     assert told.tier == HelperTier.TIMES
 
 
+@pytest.mark.breadth
+def test_names_of_kernels_that_are_compiled_for_weeks_do_not_end_it(tmp_path: Path) -> None:
+    # GIVEN a process that has so many names only after long
+    folder = build(tmp_path, "-DPOINTER_SLOTS=64", "-DCOPIES_NS=0")
+    with Target(folder, "copies", gpu=_ALL) as target:
+        target.obey(*_SETUP)
+        with target.control():
+            target.read_until(_samples)
+            for turn in range(40):
+                target.obey("launch 0 100 1 0", "sync")
+                told = target.read_until(_has_stalls(100 * (turn + 1)))
+    assert (told.failed, told.tier) == ([], HelperTier.STALLS)
+    assert told.samples() == _samples_of("scale", 40 * 100)
+
+
 def test_nothing_is_enabled_while_a_stream_is_captured(standin: Path) -> None:
     with Target(standin, gpu=_ALL) as target:
         target.obey(*_SETUP)

@@ -13,6 +13,13 @@
 #define POINTER_SLOTS SLOTS
 #endif
 #define MOST(slots) ((slots) / 4 * 3)
+/*
+ * Where CUPTI makes names anew each time, there are as many within so long, of 5 MB. Of a process that
+ * compiles kernels for weeks there are after some days. A test has less.
+ */
+#ifndef COPIES_NS
+#define COPIES_NS (24 * 3600 * 1000000000ull)
+#endif
 /* As long as gpu/protocol.py reads. */
 #define MOST_BYTES (60u << 10)
 
@@ -31,6 +38,7 @@ struct pointer {
 static struct known known[SLOTS];
 static struct pointer pointers[POINTER_SLOTS];
 static uint32_t known_count, pointer_count;
+static uint64_t pointers_since_ns;
 
 /* FNV-1a. */
 static uint32_t hash_of(const char *text, size_t size)
@@ -87,10 +95,16 @@ uint32_t name_of_function(const char *text, bool *is_too_many)
 				pointers[at] = (struct pointer){ text, hash, name_of(text) };
 			return pointers[at].name;
 		}
-	*is_too_many = pointer_count >= MOST(POINTER_SLOTS);
-	if (*is_too_many)
-		return name_of(text);
-	pointer_count++;
+	if (pointer_count >= MOST(POINTER_SLOTS)) {
+		*is_too_many = now_ns() - pointers_since_ns < COPIES_NS;
+		if (*is_too_many)
+			return name_of(text);
+		memset(pointers, 0, sizeof(pointers));
+		pointer_count = 0;
+		return name_of_function(text, is_too_many);
+	}
+	if (!pointer_count++)
+		pointers_since_ns = now_ns();
 	pointers[at] = (struct pointer){ text, hash, name_of(text) };
 	return pointers[at].name;
 }
