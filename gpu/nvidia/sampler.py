@@ -33,6 +33,9 @@ _MAX_DEVICES, _MAX_DEVICES_OF_PROCESS = 64, 16
 # One that nobody has told of for so long may give way to another one: instances of devices (MIG)
 # come and go. What was sampled of it is in windows by then.
 _UNUSED_S = 60
+# How often devices are looked for where the machine has none: an agent may begin before the driver
+# is loaded, which in a cluster a container brings.
+_LOOK_S = 60
 # Of a drain and the second after it: 0.2 s of the recorder's time. Each process has the same part
 # of it, and no more than if there were so few of them. Graphs have a fact for each of their nodes.
 _MAX_FACTS, _FEWEST_SHARES = 1 << 16, 2
@@ -144,7 +147,7 @@ class NvidiaSampler:
     def __init__(self, host: Host, here: Machine) -> None:
         self._host = host
         self._here = here
-        self._interval = 0
+        self._interval = self._looked_s = 0
         self._helpers: dict[SharedMemory, Helper] = {}
         self._over: deque[Told] = deque(maxlen=_MOST_OVER)  # by processes that are gone
         self._code = KeptCode(host, self._architecture)
@@ -161,11 +164,24 @@ class NvidiaSampler:
     def drain(self, interval: Interval) -> None:
         """Reads what helpers tell."""
         self._interval = interval.number
+        if not self._here.gpus and interval.number - self._looked_s >= _LOOK_S:
+            self._look_again()
         self._read_all()
         if self._readings is None and self._known:
             self._readings = Readings(self._host)
         said = [] if self._readings is None else self._readings.take()
         self._tell(said)
+
+    def _look_again(self) -> None:
+        """Looks for devices, some of which helpers may have told of before the machine."""
+        self._looked_s = self._interval
+        self._here = machine.look()
+        told, are_any = {known.uuid for known in self._known}, bool(self._known)
+        self._known += [
+            _Known(device_of(gpu.model, self._here), gpu.uuid, used_s=self._interval)
+            for gpu in self._here.gpus
+            if (gpu.uuid not in told if gpu.uuid else not are_any)
+        ]
 
     def stop(self) -> None:
         """Has helpers end, and takes what is left."""

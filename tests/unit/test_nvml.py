@@ -23,7 +23,7 @@ from aiflame.agent.devices.line_process import LineProcess
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.gpu.base import DeviceReading, Interval
-from aiflame.gpu.nvidia import readings
+from aiflame.gpu.nvidia import machine, readings
 from aiflame.gpu.nvidia.machine import Gpu, Machine
 from aiflame.gpu.nvidia.readings import Readings, Said
 from aiflame.gpu.nvidia.sampler import NO_HELPER, NvidiaSampler
@@ -440,6 +440,28 @@ def test_devices_of_a_container_get_the_names_that_nvml_knows() -> None:
         DeviceReading(0, 0, _S, 400, (1, 2)),
         DeviceReading(0, _S, 2 * _S, 400, (1, 2)),
     ]
+
+
+def test_devices_whose_driver_comes_late_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN an agent that began before the driver was loaded, and one device that a helper tells of
+    memory = Memory()
+    host = Host(memory)
+    sampler = _sampler(host)
+    there = Machine("580.65.06", (Gpu("NVIDIA H200", _A), Gpu("NVIDIA L4", _B)), "", (), ())
+    monkeypatch.setattr(machine, "look", lambda: there)
+    sampler.drain(Interval(0))
+    assert host.arguments == [] and host.devices == []
+    memory.hello()
+    memory.device(0, _B, "NVIDIA L4")
+    sampler.drain(Interval(59))
+    # WHEN a minute is over
+    sampler.drain(Interval(60))
+    # THEN NVML is asked, and each device is there once
+    assert host.arguments == [str(host.since_ns), str(_S)]
+    assert [device.name for device in host.devices] == ["NVIDIA L4", "NVIDIA H200"]
+    # AND that is that.
+    sampler.drain(Interval(200))
+    assert len(host.devices) == 2
 
 
 def test_nothing_is_asked_where_there_is_no_device() -> None:
