@@ -169,14 +169,15 @@ class WindowBuilder:
     def is_filling(self) -> bool:
         """Whether the open window may have no room for what comes next.
 
-        That is for events, of which a device has most of what there is room for in a second, for
-        stacks of one process or of all, or for samples of devices, which come each second. Past
-        half of the stacks that are kept, new ones would take the room of
+        That is for events, kernel times among them, of which one second brings nearly as many as
+        there may be, for stacks of one process or of all, or for samples of devices, which come
+        each second. Past half of the stacks that are kept, new ones would take the room of
         others that the window mentions.
         """
         bounds, stacks = self._bounds, self._open_stacks
         return (
-            self._most_events > bounds.events // 4
+            self._most_events > bounds.events // 2
+            or self._open_rows["kernel_times"] > bounds.events // 4
             or self._open_rows["device_samples"] > bounds.rows // 2
             or stacks.most_of_process > bounds.before(bounds.stacks_of_process)
             or len(stacks) > min(bounds.before(bounds.stacks), self._kept_stacks // 2)
