@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 
 from aiflame.agent import kernelfs
+
+# No descriptor or no memory is left: nothing is wrong with what was asked for, and there may be
+# some the next time.
+OUT_OF_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def limit_self(*limits: tuple[int, int]) -> None:

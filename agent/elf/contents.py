@@ -55,12 +55,16 @@ class Contents(NamedTuple):
     @property
     def is_small(self) -> bool:
         """Whether a copy is cheaper than to look for what was made of them, by their build id."""
-        return sum(size for _, size in self.parts) <= _SMALL_BYTES
+        return self._read_bytes <= _SMALL_BYTES
 
     @property
     def is_tiny(self) -> bool:
-        """Whether what is made of them is not worth to be kept."""
-        return sum(size for _, size in self.parts) <= _TINY_BYTES
+        """Whether what is made of them is not worth keeping."""
+        return self._read_bytes <= _TINY_BYTES
+
+    @property
+    def _read_bytes(self) -> int:
+        return sum(size for _, size in self.parts)
 
     def digest(self, file: TargetFile, copy: int | None = None) -> bytes:
         """Returns a digest of the bytes, and where they are.

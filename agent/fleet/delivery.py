@@ -12,7 +12,6 @@ Each back-end has a queue and a thread of its own.
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import re
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from aiflame.agent.fleet.log import Log
+from aiflame.agent.limits import OUT_OF_ROOM
 from aiflame.agent.outfile import private_directory
 from aiflame.agent.sinks.requests import Request, RequestSink, SinkAway, SinkRefused
 
@@ -39,8 +39,6 @@ _LONGEST_RETRY_AFTER_S = 3600.0
 _RETRY_AFTER_JITTER = (1.0, 1.5)
 # How often a request is sent that something unforeseen happens to, which may be the network.
 _TRIES_OF_ODD = 5
-# What is wrong then is this process or the host, and no request.
-_TOO_LITTLE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 # Reasons are counted for ever: those here, and numbers of HTTP and of back-ends. Their words, of
 # which there is no end, are for the log.
@@ -449,7 +447,7 @@ class Delivery:
         except (FileNotFoundError, IsADirectoryError) as error:  # it gets no better
             raise SinkRefused(f"{path}: {error.strerror}", "its file cannot be read") from error
         except OSError as error:
-            if error.errno not in _TOO_LITTLE:
+            if error.errno not in OUT_OF_ROOM:
                 raise
             raise SinkAway(f"{path.parent} cannot be read: {error.strerror}") from error
 

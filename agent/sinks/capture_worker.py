@@ -24,6 +24,7 @@ from aiflame.agent.allocator import give_back_freed_memory
 from aiflame.agent.errors import DiskFull
 from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.inspector.rootfs import reopen_regular
+from aiflame.agent.limits import OUT_OF_ROOM
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.capture_report import Report
 from aiflame.agent.sinks.segments import FollowedWindows, JitSymbolSink, RecordedWindows, newest
@@ -38,8 +39,6 @@ from aiflame.agent.target_files import FileGuard
 _MAX_MESSAGE_BYTES = 1 << 16
 # Files at once: what is told for nothing again and again is to cost little.
 _MOST_ASKED = 256
-# What is wrong then is this process or the host, and no file.
-_TOO_LITTLE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def main(folder: Path, database: Path) -> None:
@@ -147,7 +146,7 @@ def _readable(fds: Sequence[int], *, is_cut: bool) -> int | None:
     try:
         return reopen_regular(fds[0], "")
     except OSError as error:
-        if error.errno in _TOO_LITTLE:
+        if error.errno in OUT_OF_ROOM:
             raise
         return None
     finally:

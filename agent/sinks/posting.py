@@ -41,7 +41,7 @@ _MAX_SECRET_BYTES = 16 << 10
 NOT_LET_IN = (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN)
 # Whoever asks for more is wrong about its clock: it is asked again after an hour.
 _MAX_RETRY_AFTER_S = 3_600.0
-# How often certificates are read anew: 20 ms of CPU time where all are that the system trusts.
+# How often certificates are read anew: 20 ms of CPU time for all that the system trusts.
 _TLS_S = 600.0
 
 

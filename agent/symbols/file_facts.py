@@ -128,14 +128,14 @@ class FileFacts:
                 return question.checked(known[question.key])
             known.pop(question.key, None)  # of another version of this program
             known_before = len(known)
-            read = fd
+            read_fd = fd
             if copy is not None:
-                read = os.memfd_create("copy", os.MFD_CLOEXEC)
-                stack.callback(os.close, read)
-                os.write(read, copy)
-            before = os.fstat(read)
-            found = self._asked(path, fd, read, question, known)
-            if len(known) > known_before and (copy is not None or is_settled(before, read)):
+                read_fd = os.memfd_create("copy", os.MFD_CLOEXEC)
+                stack.callback(os.close, read_fd)
+                os.write(read_fd, copy)
+            before = os.fstat(read_fd)
+            found = self._asked(path, fd, read_fd, question, known)
+            if len(known) > known_before and (copy is not None or is_settled(before, read_fd)):
                 # The process that names stacks asks about the same files meanwhile.
                 every = {**self._kept(name), **known}
                 self._known.keep(name, json.dumps([_FORMAT, every], separators=(",", ":")))
@@ -158,24 +158,24 @@ class FileFacts:
         return {}
 
     def _asked(
-        self, path: str, fd: int, read: int, question: Question[T], known: dict[str, Json]
+        self, path: str, fd: int, read_fd: int, question: Question[T], known: dict[str, Json]
     ) -> T | None:
         """Has a question answered, and the standard ones with it.
 
         Args:
             path: What the file is called.
             fd: Of the file.
-            read: The same, or of a copy, which is read.
+            read_fd: The same, or of a copy, which is read.
             question: The question.
             known: Is filled in.
         """
         remote = self.guard.remote.get(fd)
-        owner = TargetFile(read, remote).owner
+        owner = TargetFile(read_fd, remote).owner
         standard = [one for one in self._standard if one.key not in {question.key, *known}]
         questions: list[Question[Any]] = [question, *standard]
         cpu_s = self.guard.allowance_s(owner)
         try:
-            answers, used_s = self._parsers.ask(read, remote, questions, cpu_s)
+            answers, used_s = self._parsers.ask(read_fd, remote, questions, cpu_s)
         except NoAnswer as error:
             # Others of its owner may have left it less time than a file has.
             if isinstance(error, NoParser) or cpu_s < MAX_CPU_S:
@@ -192,7 +192,7 @@ class FileFacts:
             try:
                 checked = one.checked(answer["answer"])
             except BadAnswer as error:
-                self._parsers.distrust(read, remote)
+                self._parsers.distrust(read_fd, remote)
                 self.guard.blame(path, str(error))
                 continue
             if one is question:

@@ -141,6 +141,10 @@ class _Known:
     used_s: int = 0
 
 
+def _known_of(here: Machine) -> list[_Known]:
+    return [_Known(device_of(gpu.model, here), gpu.uuid) for gpu in here.gpus]
+
+
 class NvidiaSampler:
     """See `aiflame.gpu.base.Sampler`."""
 
@@ -153,7 +157,7 @@ class NvidiaSampler:
         self._code = KeptCode(host, self._architecture)
         self._made: Counter[int] = Counter()  # devices, by the process that told of them first
         self._refused: defaultdict[int, set[int]] = defaultdict(set)  # by process, its numbers
-        self._known = [_Known(device_of(gpu.model, here), gpu.uuid) for gpu in here.gpus]
+        self._known = _known_of(here)
         self._readings = Readings(host) if self._known else None
         host.listen(self._hear)
 
@@ -176,12 +180,11 @@ class NvidiaSampler:
         """Looks for devices, some of which helpers may have told of before the machine."""
         self._looked_s = self._interval
         self._here = machine.look()
-        told, are_any = {known.uuid for known in self._known}, bool(self._known)
-        self._known += [
-            _Known(device_of(gpu.model, self._here), gpu.uuid, used_s=self._interval)
-            for gpu in self._here.gpus
-            if (gpu.uuid not in told if gpu.uuid else not are_any)
-        ]
+        if not self._known:
+            self._known = _known_of(self._here)
+        for gpu in self._here.gpus:
+            if gpu.uuid and self._find(gpu.uuid) is None:
+                self._add(gpu.model, gpu.uuid)
 
     def stop(self) -> None:
         """Has helpers end, and takes what is left."""
