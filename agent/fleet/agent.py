@@ -61,6 +61,7 @@ from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.window import Window
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.targets import Target, cgroup1_mounts, cgroup2_mounts, target_of_all
+from aiflame.agent.recording.chance import Chances
 from aiflame.agent.recording.foundation import Foundation
 from aiflame.agent.recording.recorder import Progress, Recorder
 from aiflame.agent.recording.signals import StopSignals
@@ -376,7 +377,7 @@ class _Agent:
         self._give_back_at_s = self._tidied_s + _GIVE_BACK_S
         self._untold_windows = 0
         self._told_ns = 0  # until when windows were told of, since the recording's start
-        self._told_thrift = 1
+        self._told_thrift = 1, 1  # and the factor of delays
         self._said_devices: set[tuple[str, ...]] = set()
         self._windows_lost = 0
         self._left_out_paths: set[str] = set()
@@ -448,7 +449,7 @@ class _Agent:
         # It tells of them anew, once those in them have been seen.
         self._left_out_paths.clear()
         self._recorder.leave_out(())
-        self._told_thrift = 1
+        self._told_thrift = 1, 1
         self._vitals.note_naming_started()
         current = self._stretch
         for folder in self._stretches.undone():
@@ -467,7 +468,7 @@ class _Agent:
         self._vitals.note_device_duty(wanted * min(duties.values(), default=1.0))
         if self._steers is not None:
             self._vitals.note_chances(self._steers.chances)
-            self._tell_thrift(self._steers.chances.thrift)
+            self._tell_thrift(self._steers.chances)
         try:
             self._put(window)
         except AiflameError as error:
@@ -493,8 +494,10 @@ class _Agent:
             self._tell_windows()
         # With one more window it would be further from what is wanted.
         half_ns = (window.end_ns - window.start_ns) // 2
-        wanted_ns = self._config.agent.stretch * _NS_PER_S
-        is_long = window.end_ns + half_ns - stretch.started_ns >= wanted_ns
+        wanted_s = self._config.agent.stretch
+        if self._steers is not None:
+            wanted_s = self._steers.sent_at_once_s(wanted_s)
+        is_long = window.end_ns + half_ns - stretch.started_ns >= wanted_s * _NS_PER_S
         if is_long and not self._signals.requested:  # what comes at the end has no length
             self._cut()
 
@@ -504,11 +507,12 @@ class _Agent:
             self._naming.give(self._untold_windows)
         self._untold_windows = 0
 
-    def _tell_thrift(self, thrift: int) -> None:
-        """Has the process that names do less, too."""
-        if self._naming is not None and thrift != self._told_thrift:
-            self._naming.tell(thrift=thrift)
-            self._told_thrift = thrift
+    def _tell_thrift(self, chances: Chances) -> None:
+        """Has the process that names do less, too, and later."""
+        told = chances.thrift, chances.delay_factor
+        if self._naming is not None and told != self._told_thrift:
+            self._naming.tell(thrift=chances.thrift, delay_factor=chances.delay_factor)
+            self._told_thrift = told
 
     def _put(self, window: Window) -> None:
         if self._stretch is None:

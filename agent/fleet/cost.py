@@ -16,7 +16,8 @@ What the agent's own processes take follows from too much to be foreseen: new pr
 stacks, names. Short-lived processes are joined, by cgroup and name, until it is known that there is
 room for each by itself, and where all together is above the budget. Where that is not enough, less
 is done of everything (`thrift`): twice as little each time that it was looked, up to a most, and
-more again once there is ample room. On-CPU samples are the last.
+more again once there is ample room. On-CPU samples are the last of what is thinned out. Where even
+that is too much, what was recorded is told of later, and more of it at once (`delay_factor`).
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ _THRIFT_OF_SAMPLES = 4
 # do not wait. So cost comes in lumps, and what is judged is as long.
 # Less than a minute by what windows of a minute vary.
 THRIFT_OF_NAMES, NAMES_WAIT_NS = 8, 58 * _S
+# What is left then is, for a third, names and requests of each minute: of two minutes at once they
+# take little more than of one (OVERHEAD.md). Of four, in windows of a minute, there was no time for
+# the names of a twentieth of all waits (sinks/bounded_naming.py), and it took as much.
+_MOST_DELAY, _MOST_DELAYED_S = 2, 120.0
 # For so long after it was too much: a burst is not held against a host for good.
 _EXCEEDED_NS = 3_600 * _S
 # A start, or a build that forks for a moment, is no news.
@@ -211,6 +216,7 @@ class CostController:
     _told_ns: int = field(default=0, init=False)
     _told_cost_ns: float = field(default=0.0, init=False)
     _thrift: int = field(default=1, init=False)
+    _delay: int = field(default=1, init=False)
     _joins: bool = field(default=True, init=False)
     _has_looked: bool = field(default=False, init=False)
     _exceeded_left_ns: int = field(default=0, init=False)
@@ -266,7 +272,7 @@ class CostController:
         left = _PLANNED_SHARE * budget - max(taken, expected) - others
         if self.budget.with_own_cpu:
             self._be_thrifty(load, _PLANNED_SHARE * budget)
-        is_least = self._thrift == _MOST_THRIFT or not self.budget.with_own_cpu
+        is_least = self._delay == _MOST_DELAY or not self.budget.with_own_cpu
         # Without the second, loads that are remembered would be said to cost what they did.
         self.is_over = is_least and left < _LEAST_SHARE * budget and self.cost_ns_per_s > budget
         is_told = is_least if self.budget.with_own_cpu else self.is_over
@@ -284,6 +290,7 @@ class CostController:
             max(self._thrift // _THRIFT_OF_SAMPLES, 1),
             self._thrift,
             self._details_after_ns(),
+            self._delay,
         )
         return self.chances
 
@@ -293,6 +300,10 @@ class CostController:
     def duties(self) -> dict[int, float]:
         """Returns for how much of the time that is wanted stalls may be sampled, by process."""
         return self._duties
+
+    def sent_at_once_s(self, wanted_s: float) -> float:
+        """Returns how much is to be sent at once where so much is wanted, in seconds."""
+        return max(wanted_s, min(wanted_s * self._delay, _MOST_DELAYED_S))
 
     def _share_stalls(self, load: Load, affordable: float) -> float:
         """Divides what stalls may take among processes; returns what they are expected to take.
@@ -328,7 +339,8 @@ class CostController:
         self._looked_ns += load.window_ns
         self._looked_cost_ns += self.cost_ns_per_s * load.window_ns / _S
         self._looked_joined += load.joined
-        if self._looked_ns < (NAMES_WAIT_NS if self._thrift >= THRIFT_OF_NAMES else _LOOK_NS):
+        lumps_ns = NAMES_WAIT_NS * self._delay
+        if self._looked_ns < (lumps_ns if self._thrift >= THRIFT_OF_NAMES else _LOOK_NS):
             return
         affordable_ns = budget_ns_per_s * self._looked_ns / _S
         share = self._looked_cost_ns / affordable_ns
@@ -343,8 +355,12 @@ class CostController:
         room_for_details = _ROOM_FOR_DETAILS if self._exceeded_left_ns > 0 else 1
         if share > 1 and not self._joins:
             self._joins = True
+        elif share > 1 and self._thrift < _MOST_THRIFT:
+            self._thrift *= 2
         elif share > 1:
-            self._thrift = min(2 * self._thrift, _MOST_THRIFT)
+            self._delay = min(2 * self._delay, _MOST_DELAY)
+        elif share < _ROOM and self._delay > 1:
+            self._delay //= 2
         elif share < _ROOM and self._thrift > 1:
             self._thrift //= 2
         elif self._thrift == 1 and share + of_details < room_for_details:
@@ -359,7 +375,8 @@ class CostController:
             return
         self._told_ns += window_ns
         self._told_cost_ns += self.cost_ns_per_s * window_ns / _S
-        if self._told_ns < (NAMES_WAIT_NS if self.budget.with_own_cpu else _OVER_NS_UNTIL_SAID):
+        lumps_ns = NAMES_WAIT_NS * self._delay
+        if self._told_ns < (lumps_ns if self.budget.with_own_cpu else _OVER_NS_UNTIL_SAID):
             return
         cost_ns_per_s = self._told_cost_ns * _S / self._told_ns
         self._told_ns, self._told_cost_ns = 0, 0.0

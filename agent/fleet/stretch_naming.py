@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gives a stretch names, window by window as they come, or in its end.
 
-Where the agent has to do less, windows wait on disk, for a minute at most. Where all of a stretch
-has waited, it is named in a copy of this process (`fork`), which writes the capture and ends: what
-naming takes for a moment is as much as this process has. What was found out comes back: names that
-other stretches need, and which files are bad.
+Where the agent has to do less, windows wait on disk, for a minute or, at last, two. Where all of a
+stretch has waited, it is named in a copy of this process (`fork`), which writes the capture and
+ends: what naming takes for a moment is as much as this process has. What was found out comes back:
+names that other stretches need, and which files are bad.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Lateness:
     """How long names may take: as long as they do, until windows are late or cost is too high.
 
     Attributes:
-        thrift: As `recording.chance.Chances` has it.
+        thrift, delay_factor: As `recording.chance.Chances` has them.
         prompt_until_s: Until when no window waits for its names, by `time.monotonic`.
     """
 
     def __init__(self) -> None:
-        self.thrift = 1
+        self.thrift = self.delay_factor = 1
         self.prompt_until_s = 0.0
         self._started_unix_ns: int | None = None
 
@@ -91,7 +91,8 @@ class Lateness:
         """
         if time.monotonic() < self.prompt_until_s:
             return False
-        return (are_large or self.thrift >= THRIFT_OF_NAMES) and waited_ns < NAMES_WAIT_NS
+        may_wait = are_large or self.thrift >= THRIFT_OF_NAMES
+        return may_wait and waited_ns < NAMES_WAIT_NS * self.delay_factor
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ class Vitals:
         self._sinks: Collection[str] = ()
         self._containers = self._unresolved_containers = 0
         self._duty_ratio = self._device_duty_ratio = 0.0
-        self._thrift, self._joins = 1, False
+        self._thrift, self._delay_factor, self._joins = 1, 1, False
         self._memory: MemoryUse | None = None
         self._memory_limit = 0
         self._cpu_s = self._seen_cpu_s = 0.0
@@ -132,7 +132,8 @@ class Vitals:
         """Takes what the cost controller leaves."""
         with self._lock:
             self._duty_ratio = 1 / chances.one_in
-            self._thrift, self._joins = chances.thrift, chances.details_after_ns > 0
+            self._thrift, self._delay_factor = chances.thrift, chances.delay_factor
+            self._joins = chances.details_after_ns > 0
 
     def note_device_duty(self, ratio: float) -> None:
         """Takes for which share of the time stalls of devices are sampled."""
@@ -209,6 +210,11 @@ class Vitals:
                     "thrift",
                     "How many times less is done of what can be left, so that the budget is kept.",
                     self._thrift,
+                ),
+                (
+                    "delay_factor",
+                    "How many times longer than configured is what is sent at once, likewise.",
+                    self._delay_factor,
                 ),
                 (
                     "device_duty_ratio",

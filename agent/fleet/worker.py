@@ -119,6 +119,7 @@ class _Worker:
             self._finish_left(Path(message["left"]))
         elif "thrift" in message:
             self._lateness.thrift = int(message["thrift"])
+            self._lateness.delay_factor = int(message["delay_factor"])
         elif "lost" in message:
             self._lost[LossKind.STRETCHES_LOST] += int(message["lost"])
         elif "less" in message:

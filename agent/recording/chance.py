@@ -60,6 +60,8 @@ class Chances:
             much as there is.
         details_after_ns: Processes that end before they are so old, and of which no on-CPU sample
             was taken, are joined by cgroup and name. 0: each is told of.
+        delay_factor: How many times later than with that thrift it may be told what was recorded:
+            windows of devices are so many times longer, and so is what an agent sends at once.
     """
 
     one_in: int
@@ -68,6 +70,7 @@ class Chances:
     samples_one_in: int = 1
     thrift: int = 1
     details_after_ns: int = 0
+    delay_factor: int = 1
 
 
 @dataclass(frozen=True, slots=True)

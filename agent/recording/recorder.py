@@ -109,7 +109,7 @@ _LOADING_NS = 10_000_000
 
 # How many times longer windows become: each thread takes some time in each. An agent's are of a
 # minute then, which is what its end may lose, and how fine a time strip is; while devices are used
-# they are of so many seconds as less is done, 16 at most.
+# they are of so many seconds as less is done and told later, 32 at most.
 _LONGEST_WINDOW = 12
 
 # The kernel has room for half a second of what it tells of processes (processes/lives.py).
@@ -1004,7 +1004,7 @@ class Recorder:
         self.pythons.thrift = chances.thrift
         self.events.details_after_ns = chances.details_after_ns
         self._window_ns = self._least_window_ns * min(chances.thrift, _LONGEST_WINDOW)
-        self._device_window_ns = INTERVAL_NS * chances.thrift
+        self._device_window_ns = INTERVAL_NS * chances.thrift * chances.delay_factor
         # Also where they are as before: a process may have moved to another cgroup.
         self._chances_number += 1
         self._programs.set(abi.Setting.CHANCES_NUMBER, self._chances_number)

@@ -458,16 +458,19 @@ def test_it_is_said_that_the_budget_is_exceeded_once_nothing_more_can_be_left() 
     assert controller.take_said() == []
     thrifts = _thrifts(controller, 90, lambda _: 0.5)
     assert thrifts[-1] == 16
-    assert controller.take_said() == []  # not for long
+    # Before that is said, it is tried to tell of things later.
     _thrifts(controller, 60, lambda _: 0.5)
+    assert controller.chances.delay_factor == 2
+    assert controller.take_said() == []
+    _thrifts(controller, 120, lambda _: 0.5)
     assert controller.is_over
     (said,) = controller.take_said()
     assert said.startswith("recording takes 50.")
     # AND not again while it stays so, but after an hour with room
     _thrifts(controller, 1_000, lambda _: 0.5)
     assert controller.take_said() == []
-    _thrifts(controller, 3_700, lambda _: 0.001)
-    _thrifts(controller, 300, lambda _: 0.5)
+    _thrifts(controller, 4_000, lambda _: 0.001)
+    _thrifts(controller, 600, lambda _: 0.5)
     assert len(controller.take_said()) == 1
 
 
@@ -481,12 +484,42 @@ def test_what_comes_once_a_minute_counts_for_the_minute() -> None:
         _thrifts(controller, 1, lambda _: 0.7)
     # THEN 2.3 % is less than its budget of 3,
     assert controller.take_said() == []
-    # and 3.6 is not.
-    for _ in range(3):
+    assert controller.chances.delay_factor == 1
+    # and 3.6 is not, however much comes at once.
+    while controller.chances.delay_factor < 2:
         _thrifts(controller, 59, lambda _: 0.012)
         _thrifts(controller, 1, lambda _: 1.5)
+    for _ in range(3):
+        _thrifts(controller, 119, lambda _: 0.012)
+        _thrifts(controller, 1, lambda _: 3)
     (said,) = controller.take_said()
     assert said.startswith("recording takes 3.")
+
+
+def test_what_was_recorded_is_told_of_later_where_nothing_more_can_be_left() -> None:
+    # GIVEN an agent that takes 4.5 % as it does as little as it may: 1.6 of it each time that it
+    # sends what was recorded
+    controller = CostController(2)
+    before = Chances(1)
+    for minute in range(60):
+        for second in range(60):
+            is_due = second == 0 and minute % before.delay_factor == 0
+            own_cpu = 0.025 + 0.2 / before.thrift**2 + (0.96 if is_due else 0)
+            last = controller.next(_agents_second(own_cpu))
+            # THEN that is later only where all else is done as little as it may be,
+            assert last.delay_factor == 1 or last.thrift == 16
+            before = last
+    # and for as long as it is needed.
+    assert (last.thrift, last.delay_factor) == (16, 2)
+    assert last.samples_one_in == 4
+    assert [*map(controller.sent_at_once_s, (5, 60, 100, 600))] == [10, 120, 120, 600]
+    _thrifts(controller, 1_200, lambda _: 0.004)
+    assert (controller.chances.thrift, controller.chances.delay_factor) == (1, 1)
+    assert [*map(controller.sent_at_once_s, (5, 60, 600))] == [5, 60, 600]
+    # What programs alone take changes nothing of that.
+    assert not any(
+        CostController(2, _PROGRAMS).next(_agents_second(0.5)).delay_factor > 1 for _ in range(9)
+    )
 
 
 def test_programs_alone_do_not_make_a_recorder_thrifty() -> None:

@@ -109,7 +109,7 @@ def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals)
     vitals.note_cpu(2.5)
     vitals.note_cpu(0.25)  # what an orphan took is in no sum any more
     vitals.note_cpu(1.25)
-    vitals.note_chances(Chances(8, thrift=4, details_after_ns=1_000_000_000))
+    vitals.note_chances(Chances(8, thrift=16, details_after_ns=1_000_000_000, delay_factor=2))
     vitals.note_device_duty(0.25)
     # WHEN they are asked for
     found = _metrics(server)
@@ -126,7 +126,8 @@ def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals)
     assert found["aiflame_self_cpu_seconds_total",] == 3.5
     assert found["aiflame_resident_bytes",] == 11 and found["aiflame_map_bytes",] == 4
     assert found["aiflame_duty_ratio",] == 0.125
-    assert found["aiflame_thrift",] == 4
+    assert found["aiflame_thrift",] == 16
+    assert found["aiflame_delay_factor",] == 2
     assert found["aiflame_short_lived_joined",] == 1
     assert found["aiflame_device_duty_ratio",] == 0.25
     assert found["aiflame_containers",] == 9 and found["aiflame_unresolved_containers",] == 2

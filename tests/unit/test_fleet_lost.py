@@ -122,10 +122,16 @@ def test_names_have_less_time_the_less_the_agent_does_of_all(tmp_path: Path) -> 
         # As long as they take,
         assert lateness.budget_s(window) is None
         # of a window of 5 s a fiftieth, and a hundredth,
-        worker.take({"thrift": 2})
+        worker.take({"thrift": 2, "delay_factor": 1})
         assert lateness.budget_s(window) == pytest.approx(0.1)
-        worker.take({"thrift": 4})
+        worker.take({"thrift": 4, "delay_factor": 1})
         assert lateness.budget_s(window) == pytest.approx(0.05)
         # and as long as they take once there is room.
-        worker.take({"thrift": 1})
+        worker.take({"thrift": 1, "delay_factor": 1})
         assert lateness.budget_s(window) is None
+        # With all of it, they may wait for what is sent later: of two minutes, not of one.
+        worker.take({"thrift": 16, "delay_factor": 1})
+        assert not lateness.may_wait(90 * _S)
+        worker.take({"thrift": 16, "delay_factor": 2})
+        assert lateness.may_wait(90 * _S)
+        assert not lateness.may_wait(120 * _S)

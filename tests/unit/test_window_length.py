@@ -264,7 +264,7 @@ def test_windows_are_longer_where_less_is_done() -> None:
         events=stub(),
     )
     lengths = []
-    for thrift in (1, 2, 16, 1):
-        Recorder._set_chances(recorder, Chances(1, thrift=thrift))
+    for thrift, delay_factor in ((1, 1), (2, 1), (16, 1), (16, 2), (1, 1)):
+        Recorder._set_chances(recorder, Chances(1, thrift=thrift, delay_factor=delay_factor))
         lengths.append((recorder._window_ns // _S, recorder._device_window_ns // _S))
-    assert lengths == [(5, 1), (10, 2), (60, 16), (5, 1)]
+    assert lengths == [(5, 1), (10, 2), (60, 16), (60, 32), (5, 1)]
