@@ -324,7 +324,7 @@ def _value(one: Setting, given: Given, key: str) -> Any:
 def _parsed(one: Setting, value: Any) -> Any:
     kind = one.kind
     if kind is Kind.FLAG:
-        return value if isinstance(value, bool) else _FLAGS[value.lower()]
+        return value if isinstance(value, bool) else _FLAGS[_text(value).lower()]
     if isinstance(value, bool):  # which Python takes for a number
         raise ValueError
     if kind is Kind.COUNT:
@@ -338,10 +338,10 @@ def _parsed(one: Setting, value: Any) -> Any:
     if kind is Kind.BYTES:
         return round(_scaled(_SIZE, _BYTES, value))
     if kind is Kind.TEXTS:
-        words = value.split(",") if isinstance(value, str) else value
+        words = value.split(",") if isinstance(value, str) else _listed(value)
         return tuple(_text(word) for word in words if word != "")
     if kind is Kind.RULES:
-        words = [value] if isinstance(value, str) else value
+        words = [value] if isinstance(value, str) else _listed(value)
         rules = (rule.strip() for word in words for rule in _text(word).split(";"))
         return tuple(rule for rule in rules if rule)
     if kind is Kind.TABLE:
@@ -366,7 +366,7 @@ def _parsed(one: Setting, value: Any) -> Any:
 def _scaled(pattern: re.Pattern[str], units: Mapping[str | None, float], value: Any) -> float:
     if isinstance(value, (int, float)):
         return value
-    match = pattern.fullmatch(value.strip())
+    match = pattern.fullmatch(_text(value).strip())
     if match is None:
         raise ValueError
     return float(match[1]) * units[match[2]]
@@ -384,12 +384,20 @@ def _text(value: Any) -> str:
     return value
 
 
+def _listed(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError
+    return value
+
+
 def _table(value: Any) -> tuple[tuple[str, str], ...]:
     if isinstance(value, str):
         pairs = [pair.partition("=") for pair in value.split(",") if pair]
         if not all(name and sign for name, sign, _ in pairs):
             raise ValueError
         return tuple((_text(name.strip()), _text(text.strip())) for name, _, text in pairs)
+    if not isinstance(value, dict):
+        raise ValueError
     return tuple((_text(name), _text(text)) for name, text in value.items())
 
 

@@ -42,7 +42,7 @@ from aiflame.agent.fleet.host_checks import (
     cgroup_namespace_note,
     require_host_pids,
 )
-from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.log import Log, words_of
 from aiflame.agent.fleet.memory import MemoryBudget, measure
 from aiflame.agent.fleet.naming import PROGRAM as NAMING
 from aiflame.agent.fleet.naming import NamingProcess
@@ -622,8 +622,8 @@ class _Agent:
             new = self._reload()
             for name, settings in new.sinks.items():
                 sink_module(name).make(settings, new.agent.node_name)
-        except AiflameError as error:
-            self._log.say(f"the configuration stays as it was: {error}")
+        except Exception as error:  # whatever is wrong with a file, the recording goes on
+            self._log.say(f"the configuration stays as it was: {words_of(error)}")
         else:
             old, self._config = self._config, new
             for key in NEEDS_RESTART:

@@ -68,12 +68,13 @@ class _Agent:
         self.server.wait()
         self.server = None
 
-    def start(self, stretch: str = "5s") -> None:
+    def start(self, stretch: str = "5s", config: Path | None = None) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, _PROGRAM, "agent", "--directory", str(self.directory)),
-                    *("--stretch", stretch, "--sinks-captures-directory", str(self.captures)),
+                    *("--sinks-captures-directory", str(self.captures)),
+                    *(("--stretch", stretch) if config is None else ("--config", str(config))),
                     # Without devices: other tests expect to be the only recorder of their helpers.
                     *("--gpu", "none"),
                     *("--sinks-toy-url", f"http://127.0.0.1:{self.port}"),
@@ -371,6 +372,34 @@ def test_a_fork_server_that_dies_costs_nothing(agent: _Agent) -> None:
 
 
 @pytest.mark.breadth
+def test_a_configuration_is_read_again_on_sighup_and_a_bad_one_changes_nothing(
+    agent: _Agent, tmp_path: Path
+) -> None:
+    def reload(words: str) -> None:
+        config.write_text(words)
+        assert agent.process is not None
+        agent.process.send_signal(signal.SIGHUP)
+
+    # GIVEN an agent that sends so much at once that nobody waits for it
+    config = tmp_path / "agent.toml"
+    config.write_text('stretch = "10m"\n')
+    agent.serve()
+    agent.start(config=config)
+    # WHEN its file has what is no configuration, each time that it is told to read it again
+    for number, words in enumerate(("stretch =", "stretch = [1]", "off_cpu = 1", "no_key = 1"), 1):
+        reload(words)
+        # THEN it says so, and goes on,
+        wait_until(lambda number=number: agent.said("stays as it was") == number, _PATIENCE_S)
+    assert agent.undone()
+    # and takes one that is.
+    reload('stretch = "5s"\n')
+    wait_until(lambda: agent.said("was read again") == 1, _PATIENCE_S)
+    with _computing():
+        wait_until(agent.requests, _PATIENCE_S)
+    agent.terminate()
+    _check_sums(agent)
+
+
 def test_two_agents_do_not_share_a_directory(agent: _Agent) -> None:
     agent.start()
     again = subprocess.run(

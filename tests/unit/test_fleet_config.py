@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 from aiflame.agent.cli import main
 from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet.config import AgentConfig, config_of, load
@@ -328,3 +329,59 @@ def test_a_sink_may_declare_its_keys_by_their_types() -> None:
     )
     with pytest.raises(UsageError, match=r"--a: url: not a URL"):
         made(_Typed, {"url": Given("h", "--a")})
+
+
+# What tomllib makes of each type of TOML, and of numbers at their ends.
+_TOML_VALUES = {
+    "true": "bool",
+    "1": "number",
+    "-1": "number",
+    f"1{'0' * 400}": "number",
+    "1.5": "number",
+    "inf": "number",
+    "nan": "number",
+    '""': "text",
+    '"5s"': "text",
+    '"\\u0000"': "text",
+    '["5s"]': "list",
+    "[1]": "list",
+    "[[]]": "list",
+    "{ a = 1 }": "table",
+    '{ a = "b" }': "table",
+    "2026-01-01": "date",
+    "12:00:00": "date",
+    "2026-01-01T12:00:00Z": "date",
+}
+# Of which of them values of a kind may be.
+_TAKEN = {
+    Kind.FLAG: {"bool", "text"},
+    Kind.COUNT: {"number", "text"},
+    Kind.SHARE: {"number", "text"},
+    Kind.SECONDS: {"number", "text"},
+    Kind.BYTES: {"number", "text"},
+    Kind.TEXTS: {"text", "list"},
+    Kind.RULES: {"text", "list"},
+    Kind.TABLE: {"text", "table"},
+}
+
+
+@pytest.mark.parametrize("value", _TOML_VALUES)
+@pytest.mark.parametrize("kind", Kind)
+def test_a_value_of_another_type_is_refused_with_words(
+    tmp_path: Path, kind: Kind, value: str
+) -> None:
+    # GIVEN a key of each kind, and a value of each type
+    @dataclass(frozen=True)
+    class Settings:
+        key: Any = setting(kind, "something")
+
+    given = tomllib.loads(f"key = {value}")["key"]
+    # WHEN that is given
+    try:
+        made(Settings, {"key": Given(given, "a.toml")})
+    except UsageError as error:
+        # THEN it is refused in words,
+        assert f"a.toml: key: not {kind.value}: " in str(error)
+    else:
+        # or it is of a type that there is a meaning for.
+        assert _TOML_VALUES[value] in _TAKEN.get(kind, {"text"})
