@@ -21,8 +21,8 @@ from aiflame.agent.inspector.memory import Span
 from aiflame.agent.inspector.opener import RemoteFile
 from aiflame.agent.kernel.descriptors import for_targets, keep
 from aiflame.agent.processes.procfs import MapsLine
-from aiflame.agent.processes.retries import Retries
 from aiflame.agent.processes.shares import Shares
+from aiflame.agent.retries import Retries
 from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.target_files import FileGuard
 
@@ -98,7 +98,7 @@ class BinaryTable:
         self._shares = Shares(for_targets)
         self._payers: dict[int, tuple[int, str]] = {}  # of descriptors, by index
         self._opened_late: set[int] = set()
-        self._unopened, self._unanswered = Retries(), Retries()
+        self._unopened, self._unanswered = Retries[int](), Retries[int]()
 
     def of_mapping(self, pid: int, payer: str, line: MapsLine, root: str = "") -> BinaryFile | None:
         """Returns the file that a mapping shows, None for anonymous memory.

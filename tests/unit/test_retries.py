@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from aiflame.agent.processes.retries import Retries
+from aiflame.agent.retries import Retries
 
 _MINUTE_NS = 60_000_000_000
 
@@ -16,7 +16,7 @@ class _Clock:
         self.now_ns = 1_000 * _MINUTE_NS
         monkeypatch.setattr(time, "monotonic_ns", lambda: self.now_ns)
 
-    def minutes_until_due(self, retries: Retries) -> int:
+    def minutes_until_due(self, retries: Retries[int]) -> int:
         for minutes in range(1, 100):
             self.now_ns += _MINUTE_NS
             if retries.take_due():
@@ -25,7 +25,7 @@ class _Clock:
 
 
 def test_what_fails_again_is_due_after_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, retries = _Clock(monkeypatch), Retries()
+    clock, retries = _Clock(monkeypatch), Retries[int]()
     found = []
     for _ in range(9):
         retries.note(7)
@@ -37,7 +37,7 @@ def test_what_fails_again_is_due_after_twice_as_long(monkeypatch: pytest.MonkeyP
 
 
 def test_each_is_due_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, retries = _Clock(monkeypatch), Retries()
+    clock, retries = _Clock(monkeypatch), Retries[int]()
     retries.note(1)
     clock.now_ns += _MINUTE_NS // 2
     retries.note(2)
@@ -49,7 +49,7 @@ def test_each_is_due_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_forgotten_is_never_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, retries = _Clock(monkeypatch), Retries()
+    clock, retries = _Clock(monkeypatch), Retries[int]()
     retries.note(1)
     retries.forget([1, 2])
     assert clock.minutes_until_due(retries) == 0
