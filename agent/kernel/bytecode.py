@@ -312,7 +312,10 @@ class Loader:
         try:
             return syscalls.load_program(program.kind, program.name, body, attach_type)
         except OSError as error:
-            log = syscalls.verifier_log(program.kind, program.name, body, attach_type)
+            is_judged = error.errno not in syscalls.SHORT
+            log = ""
+            if is_judged:
+                log = syscalls.verifier_log(program.kind, program.name, body, attach_type)
             raise Refused(program.name, error, log) from error
 
 

@@ -8,7 +8,7 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from aiflame.agent.kernel.program_list import (
 from aiflame.agent.kernel.sysbpf import Map, ProgramCost, program_cost
 from aiflame.agent.kernel.syscalls import MapShape, create_map, lift_memlock_limit, map_facts
 from aiflame.agent.kernel.uprobe_tries import UprobeTries, load_for_links
+from aiflame.agent.retries import Retries
 from aiflame.agent.symbols.store import Store
 
 # Longer than the slowest compile seen (1 s) by an order of magnitude; a loaded host may crawl.
@@ -50,7 +51,13 @@ _CGROUPS_MAX = 4096
 _SHORT_LIVED_MAX = 4096
 # Threads in a long wait that chance did not choose: as many as threads are followed.
 _SWEPT_MAX = 65536
+# Programs for calls: as all files are probed with, and those beside them of `calls_for_events`.
+_PLAIN, _FOR_EVENTS = "calls", "calls for events"
 BCC_HINT = "apt-get install python3-bpfcc  (Fedora: dnf install python3-bcc)"
+
+
+class CallsRefused(EnvironmentUnfit):
+    """The programs for calls of device APIs are not to be had, maybe for a moment only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +118,11 @@ class Programs:
         self.fds: dict[str, int] = {}
         self._first = first
         self._is_ready = False
-        self._for_events: dict[str, int] | None = None
         self._has_cookies = bool(loader.host.constants[HostConstant.HAS_ATTACH_COOKIE])
         self._loader = loader
-        self._loading: Future[dict[str, int]] | None = None
+        # Programs for calls, by how they are attached.
+        self._loading: dict[str, Future[dict[str, int]]] = {}
+        self._refused = Retries[str]()
         map_fds = loader.map_fds
         self.ring_fd = map_fds["ring"]
         self.ring_bytes = _ring_bytes(options)
@@ -185,52 +193,59 @@ class Programs:
             return
         self.fds.update(self._first.result())
         for kind in ("sample", "switch"):
-            self._chain(kind)
+            _chain(kind, self.fds, self._walkers[kind])
         self._is_ready = True
-
-    def _chain(self, kind: str, suffix: str = "") -> None:
-        """Lets the programs that walk call themselves and each other."""
-        for slot, name in enumerate((f"walk_{kind}{suffix}", f"walk_{kind}_python{suffix}")):
-            program = self.fds[name].to_bytes(4, "little")
-            self._walkers[kind + suffix].update(slot.to_bytes(4, "little"), program)
 
     def expect_calls(self) -> None:
         """Begins to load the programs for calls of device APIs, beside all else that is to be done.
 
         The kernel's verifier takes 0.15 s for them.
         """
-        if self._loading is None and self._has_cookies:
-            pool = priority.urgent_pool(1)
-            self._loading = pool.submit(self._load_calls)
-            pool.shutdown(wait=False)
+        if self._has_cookies:
+            self._expect(_PLAIN, self._load_calls)
+
+    def _expect(self, kind: str, load: Callable[[], dict[str, int]]) -> None:
+        """Begins to load programs, unless they were, or were refused not long ago."""
+        for refused in self._refused.take_due():
+            del self._loading[refused]
+        if kind not in self._loading:
+            self._loading[kind] = _beside(load)
+
+    def _loaded(self, kind: str) -> dict[str, int]:
+        """Waits for expected programs; raises CallsRefused."""
+        error = self._loading[kind].exception()
+        if isinstance(error, (Refused, OSError)):
+            self._refused.note(kind)
+            raise _calls_refused(error) from error
+        return self._loading[kind].result()
 
     @property
     def calls_are_loading(self) -> bool:
         """Whether the programs for calls are on their way: `need_calls` would wait for them."""
-        return self._loading is not None and not self._loading.done()
+        return _PLAIN in self._loading and not self._loading[_PLAIN].done()
 
     def _load_calls(self) -> dict[str, int]:
-        programs, self.calls_link_many = load_for_links(
-            lambda attach_type: self._loader.load(CALL_PROGRAMS, attach_type),
-            self.uprobes.answers.links_many,
-        )
+        with contextlib.ExitStack() as on_failure:
+            programs, self.calls_link_many = load_for_links(
+                lambda attach_type: self._loader.load(CALL_PROGRAMS, attach_type),
+                self.uprobes.answers.links_many,
+            )
+            on_failure.callback(close_all, tuple(programs.values()))
+            _chain("call", programs, self._walkers["call"])
+            on_failure.pop_all()
         return programs
 
     def need_calls(self) -> None:
         """Loads the programs for calls of device APIs, if they are not.
 
         Raises:
-            EnvironmentUnfit: The kernel refuses them, or has nothing that could be attached.
+            CallsRefused: The kernel refuses them: now, or not long ago.
+            EnvironmentUnfit: It has nothing that they could be attached to.
         """
         if not self._has_cookies:
             raise EnvironmentUnfit("this kernel has no probes with cookies, which came with v5.15")
         self.expect_calls()
-        if self._loading is not None:
-            try:
-                self.fds.update(self._loading.result())
-            except Refused as error:
-                raise _explain_refusal(error) from error
-        self._chain("call")
+        self.fds.update(self._loaded(_PLAIN))
 
     def calls_for_events(self) -> dict[str, int]:
         """Returns programs for calls that are no part of a link of many probes, by name.
@@ -239,24 +254,27 @@ class Programs:
         kind no cookie of the other kind, and refuses tail calls between the two (v6.18).
 
         Raises:
-            EnvironmentUnfit: The kernel refuses them.
+            CallsRefused: The kernel refuses them.
         """
         self.need_calls()
         if not self.calls_link_many:
             return self.fds
-        if self._for_events is None:
-            map_fds = self._loader.map_fds
+        self._expect(_FOR_EVENTS, self._load_for_events)
+        loaded = self._loaded(_FOR_EVENTS)
+        self.fds.update({f"{name} for events": fd for name, fd in loaded.items()})
+        return loaded
+
+    def _load_for_events(self) -> dict[str, int]:
+        map_fds = self._loader.map_fds
+        with contextlib.ExitStack() as on_failure:
             walkers_fd = create_map(MapShape(*map_facts(map_fds["call_walkers"])[1:]))
-            map_fds["call_walkers for events"] = walkers_fd
-            try:
-                loaded = self._loader.load(CALL_PROGRAMS, 0, {"call_walkers": walkers_fd})
-            except Refused as error:
-                raise _explain_refusal(error) from error
-            self._for_events = loaded
-            self.fds.update({f"{name} for events": fd for name, fd in loaded.items()})
-            self._walkers["call for events"] = Map(walkers_fd, abi.PID_DTYPE, abi.PID_DTYPE, 2)
-            self._chain("call", " for events")
-        return self._for_events
+            on_failure.callback(os.close, walkers_fd)
+            loaded = self._loader.load(CALL_PROGRAMS, 0, {"call_walkers": walkers_fd})
+            on_failure.callback(close_all, tuple(loaded.values()))
+            _chain("call", loaded, Map(walkers_fd, abi.PID_DTYPE, abi.PID_DTYPE, 2))
+            on_failure.pop_all()
+        map_fds["call_walkers for events"] = walkers_fd
+        return loaded
 
     @property
     def thread_iterator_fd(self) -> int | None:
@@ -280,12 +298,31 @@ class Programs:
         """Closes every descriptor."""
         with contextlib.suppress(EnvironmentUnfit):
             self.fds.update(self._first.result())
-        if self._loading is not None:
-            with contextlib.suppress(Refused):
-                self.fds.update(self._loading.result())
+        if _PLAIN in self._loading:
+            with contextlib.suppress(Refused, OSError):
+                self.fds.update(self._loading[_PLAIN].result())
         self.uprobes.close()
         close_all((*self.fds.values(), *self._loader.map_fds.values()))
         self.fds, self._loader.map_fds = {}, {}
+
+
+def _chain(kind: str, programs: Mapping[str, int], walkers: Map) -> None:
+    """Lets the programs that walk call themselves and each other."""
+    for slot, name in enumerate((f"walk_{kind}", f"walk_{kind}_python")):
+        walkers.update(slot.to_bytes(4, "little"), programs[name].to_bytes(4, "little"))
+
+
+def _beside(load: Callable[[], dict[str, int]]) -> Future[dict[str, int]]:
+    """Has programs loaded beside all else; that no thread may be started is an answer as well."""
+    try:
+        pool = priority.urgent_pool(1)
+    except OSError as error:
+        failed = Future[dict[str, int]]()
+        failed.set_exception(error)
+        return failed
+    loading = pool.submit(load)
+    pool.shutdown(wait=False)
+    return loading
 
 
 def load_programs(
@@ -507,6 +544,13 @@ def _explain_refusal(error: Refused) -> EnvironmentUnfit:
     if error.errno == errno.EPERM:
         return _not_permitted()
     return EnvironmentUnfit(f"the kernel refuses a program: {error}")
+
+
+def _calls_refused(error: Refused | OSError) -> CallsRefused:
+    if isinstance(error, Refused):
+        said = _explain_refusal(error)
+        return CallsRefused(str(said), said.hint)
+    return CallsRefused(f"the programs for calls cannot be loaded: {error.strerror}")
 
 
 def _not_permitted() -> EnvironmentUnfit:

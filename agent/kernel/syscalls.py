@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import struct
 from typing import Any, NamedTuple, TypeAlias
 
 from aiflame.agent.kernel.arch import this_architecture
+from aiflame.agent.limits import OUT_OF_ROOM
 
+# No memory, descriptor or thread is left: nothing is wrong with what was asked for, and the kernel
+# may do it a little later.
+SHORT = (*OUT_OF_ROOM, errno.EAGAIN)
 _MAP_CREATE, _PROG_LOAD, _OBJ_GET_INFO_BY_FD = 0, 5, 15
 _PROGRAM_TYPES = {"uprobe": 2, "perf_event": 7, "raw_tracepoint": 17}
 _MAP_INFO_BYTES = 80  # struct bpf_map_info of v5.10; an older kernel fills less

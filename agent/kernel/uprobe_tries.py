@@ -298,9 +298,12 @@ def load_for_links(
         Their descriptors by name, and whether they are for such links.
 
     Raises:
-        Refused: The kernel refuses them either way.
+        Refused: The kernel refuses them either way, or is short of something for a moment.
     """
     if links_many:
-        with contextlib.suppress(Refused):
+        try:
             return load(sysbpf.TRACE_UPROBE_MULTI), True
+        except Refused as error:
+            if error.errno in syscalls.SHORT:
+                raise
     return load(0), False

@@ -130,9 +130,9 @@ class ApiCalls:
         return self.probes.is_waiting
 
     def poll(self, *, is_waiting: bool = False) -> None:
-        """As `ApiProbes.poll`; looks again at files for which there was no room, once there is."""
+        """As `ApiProbes.poll`; looks again at files that lack probes, once they may have them."""
         self.probes.poll(is_waiting=is_waiting)
-        if self.probes.has_room_again():
+        if self.probes.are_any_due():
             for image in [*self._table.images.values()]:
                 if image.laid and not image.is_over:
                     self.look(image)
@@ -147,7 +147,7 @@ class ApiCalls:
         for binary in sorted({mapping.binary for mapping in image.mappings} - {NO_BINARY}):
             descriptor = files[binary].fd
             identity = self._identities.get(binary)
-            is_new = identity is None or self.probes.may_pay(identity, image.pid)
+            is_new = identity is None or self.probes.is_due(identity, image.pid)
             if descriptor is not None and is_new:
                 path = files[binary].path
                 found = self.probes.look(descriptor, path, image.pid, image.payer)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import abi, sysbpf
-from aiflame.agent.kernel.loader import Programs
+from aiflame.agent.kernel.loader import CallsRefused, Programs
+from aiflame.agent.kernel.syscalls import SHORT
 from aiflame.agent.launches.probe_sites import ProbeSite
 from aiflame.agent.launches.questions import ProbedFunction
 
@@ -50,7 +50,17 @@ class Refused(NamedTuple):
     """A probe that the kernel does not take, and what it says."""
 
     probe: Probe
-    error: OSError
+    error: OSError | CallsRefused
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the kernel may take it a little later."""
+        return isinstance(self.error, CallsRefused) or self.error.errno in SHORT
+
+    @property
+    def is_of_instruction(self) -> bool:
+        """Whether the kernel cannot probe the instruction, in whatever way."""
+        return isinstance(self.error, OSError) and self.error.errno == sysbpf.ENOTSUPP
 
 
 class ApiLinks:
@@ -79,22 +89,26 @@ class ApiLinks:
         """Puts probes on the file; returns those that the kernel does not take in any way.
 
         Raises:
-            EnvironmentUnfit: The kernel refuses the programs.
+            EnvironmentUnfit: The kernel has nothing that programs could be attached to.
         """
-        self._programs.need_calls()
+        try:
+            self._programs.need_calls()
+        except CallsRefused as error:
+            return [Refused(probe, error) for probe in probes]
         if not self._programs.calls_link_many:
             return self._attach_each(self._open_event, self._programs.fds, path, probes)
         left = self._attach_together(path, probes)
         refused = self._attach_each(self._link_one, self._programs.fds, path, left)
-        # An event would be refused for the instruction as well, but not for being in a link.
-        others = [one.probe for one in refused if one.error.errno != sysbpf.ENOTSUPP]
+        # An event would be refused for the instruction as well, and where there is no room, but not
+        # for being in a link.
+        others = [one.probe for one in refused if not (one.may_pass or one.is_of_instruction)]
         if not others:
             return refused
+        refused = [one for one in refused if one.may_pass or one.is_of_instruction]
         try:
             programs = self._programs.calls_for_events()
-        except EnvironmentUnfit:
-            return refused
-        refused = [one for one in refused if one.error.errno == sysbpf.ENOTSUPP]
+        except CallsRefused as error:
+            return refused + [Refused(probe, error) for probe in others]
         return refused + self._attach_each(self._open_event, programs, path, others)
 
     def _attach_together(self, path: str, probes: Sequence[Probe]) -> list[Probe]:

@@ -26,13 +26,14 @@ from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.file_questions import Question
 from aiflame.agent.inspector.opener import Opener
 from aiflame.agent.kernel import abi, sysbpf
-from aiflame.agent.kernel.loader import Programs
+from aiflame.agent.kernel.loader import CallsRefused, Programs
 from aiflame.agent.launches.links import ApiLinks, Probe
 from aiflame.agent.launches.opening import opened_at
 from aiflame.agent.launches.probe_sites import choose_site
 from aiflame.agent.launches.questions import Functions, ProbedFunction, functions_among
 from aiflame.agent.losses import LossKind, blame
 from aiflame.agent.processes.shares import Shares
+from aiflame.agent.retries import Retries
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.gpu.apis import APIS
 from aiflame.gpu.apis.base import Api, Argument, Bell, Call, HandleFrom, Naming, Probed
@@ -56,7 +57,9 @@ def file_identity(descriptor: int) -> FileIdentity:
     return status.st_dev, status.st_ino
 
 
-def _reason(error: OSError) -> str:
+def _reason(error: OSError | CallsRefused) -> str:
+    if isinstance(error, CallsRefused):
+        return str(error)
     if error.errno == sysbpf.ENOTSUPP:  # which the C library has no words for
         return "the kernel cannot probe its first instruction"
     if error.errno in (errno.EACCES, errno.EPERM):
@@ -94,6 +97,13 @@ class _Refused:
 
     why: str
     asked: set[int] = field(default_factory=set)
+
+
+class _Later(NamedTuple):
+    """Probes of a file that the kernel refused, maybe for a moment only, and why, in words."""
+
+    path: str
+    refused: list[tuple[Probe, str]]
 
 
 class _Waiting(NamedTuple):
@@ -164,6 +174,9 @@ class ApiProbes:
         self._shares = Shares(lambda: abi.API_PROBES_MAX)
         self._refused: dict[FileIdentity, _Refused] = {}
         self._has_room_again = False
+        self._later: dict[FileIdentity, _Later] = {}
+        self._retries = Retries[FileIdentity]()
+        self._due: set[FileIdentity] = set()  # of those, what is tried once a process has the file
         self.losses: Counter[LossKind] = Counter()
         self.loss_files: dict[LossKind, set[str]] = {}
 
@@ -172,17 +185,23 @@ class ApiProbes:
         with contextlib.suppress(OSError), opened_at(str(path), opener, self._facts) as descriptor:
             self.look(descriptor, str(path))
 
+    def is_due(self, file: FileIdentity, pid: int) -> bool:
+        """Whether a file that lacks probes is to be looked at again, as this process has it."""
+        return file in self._due or self.may_pay(file, pid)
+
     def may_pay(self, file: FileIdentity, pid: int) -> bool:
         """Whether a file has no probes for want of room, and this process was not asked yet."""
         refused = self._refused.get(file)
         return refused is not None and pid not in refused.asked and len(refused.asked) < _MOST_ASKED
 
-    def has_room_again(self) -> bool:
-        """Whether files that found no room may be looked at again; says so once."""
+    def are_any_due(self) -> bool:
+        """Whether files that lack probes may be looked at again; says so once."""
         if self._refused:
             self._take_back_numbers()
+        due = self._retries.take_due()
+        self._due |= due
         has_room, self._has_room_again = self._has_room_again, False
-        return has_room
+        return has_room or bool(due)
 
     def look(
         self, descriptor: int, path: str, pid: int = 0, payer: str = ""
@@ -200,6 +219,9 @@ class ApiProbes:
         """
         remote = self._facts.guard.remote.get(descriptor)
         identity = file_identity(descriptor) if remote is None else remote.identity
+        if identity in self._due:
+            self._try_again(identity, descriptor)
+            return identity
         if identity in self._seen and not self.may_pay(identity, pid):
             return identity
         new = _File(ApiLinks(self._programs), is_ours=not payer)
@@ -255,6 +277,9 @@ class ApiProbes:
             return
         del self._seen[identity]
         self._refused.pop(identity, None)
+        self._later.pop(identity, None)
+        self._retries.forget([identity])
+        self._due.discard(identity)
         for one in [one for one in self._waiting if one.identity == identity]:
             os.close(one.descriptor)
             self._waiting.remove(one)
@@ -299,8 +324,30 @@ class ApiProbes:
         except EnvironmentUnfit as error:
             self._failed(one.path, str(error), len(one.probes))
             return
+        self._take_back(one.identity)
         for each in refused:
             self._failed(one.path, _reason(each.error))
+        later = [(each.probe, _reason(each.error)) for each in refused if each.may_pass]
+        if later:
+            self._later[one.identity] = _Later(one.path, later)
+            self._retries.note(one.identity)
+        else:
+            self._retries.forget([one.identity])
+
+    def _try_again(self, identity: FileIdentity, descriptor: int) -> None:
+        """Puts on the probes of a file that the kernel refused before."""
+        self._due.discard(identity)
+        path, refused = self._later[identity]
+        self._programs.expect_calls()
+        probes = [probe for probe, _ in refused]
+        self._attach_soon(_Waiting(identity, descriptor, path, probes))
+
+    def _take_back(self, identity: FileIdentity) -> None:
+        """Takes back what was counted of probes that have been tried again."""
+        path, refused = self._later.pop(identity, ("", []))
+        for _, why in refused:
+            self.losses[LossKind.CALLS_NOT_PROBED] -= 1
+            self.loss_files[LossKind.CALLS_NOT_PROBED].discard(f"{path} ({why})")
 
     def _probes(
         self,

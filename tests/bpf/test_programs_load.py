@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from aiflame.agent import priority
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.kernel import abi, compile, loader
+from aiflame.agent.kernel import abi, compile, loader, syscalls
 from aiflame.agent.kernel.bytecode import BadBytecode, Bytecode
 from aiflame.agent.kernel.loader import ProgramOptions, Programs, begin_programs, load_programs
 from aiflame.agent.kernel.program_list import MAPS, PROGRAMS, SWEEP_ITERATOR
+from aiflame.agent.kernel.uprobe_tries import UprobeAnswers, UprobeTries
 from breadth import cases
 from bytecode_bounds import unbounded_accesses
 from recordings import Recording
@@ -118,6 +123,75 @@ def test_programs_for_calls_may_be_there_before_all_others() -> None:
         assert {"on_call", "on_fork", "on_cpu_sample"} <= programs.fds.keys()
     finally:
         programs.close()
+
+
+def _no_memory(*_: object) -> int:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def _no_thread(_: int) -> object:
+    raise BlockingIOError(errno.EAGAIN, "can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "refuse", "why"),
+    [
+        (syscalls, "load_program", _no_memory, "Cannot allocate memory"),
+        (priority, "urgent_pool", _no_thread, "can't start new thread"),
+    ],
+)
+def test_programs_for_calls_that_were_refused_for_a_moment_are_loaded_later(
+    module: object,
+    function: str,
+    refuse: Callable[..., object],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_ns = [time.monotonic_ns()]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns[0])
+    tries: list[int] = []
+
+    def counted(*arguments: object) -> object:
+        tries.append(1)
+        return refuse(*arguments)
+
+    programs = load_programs(_OPTIONS, None, UprobeTries(None, lambda _: UprobeAnswers(True)))
+    try:
+        descriptors = len([*Path("/proc/self/fd").iterdir()])
+        # GIVEN a machine that has nothing left, WHEN a file has functions of APIs
+        with monkeypatch.context() as patch:
+            patch.setattr(module, function, counted)
+            with pytest.raises(EnvironmentUnfit, match=why):
+                programs.need_calls()
+            refused = len(tries)
+            assert refused
+            # THEN the kernel is not asked again for each further one,
+            with pytest.raises(EnvironmentUnfit, match=why):
+                programs.need_calls()
+            assert len(tries) == refused
+            # but after a minute
+            now_ns[0] += 60_000_000_000
+            with pytest.raises(EnvironmentUnfit, match=why):
+                programs.need_calls()
+            assert len(tries) == 2 * refused
+        assert len([*Path("/proc/self/fd").iterdir()]) == descriptors
+        # WHEN there is some again THEN they are loaded, though not at once
+        with pytest.raises(EnvironmentUnfit, match=why):
+            programs.need_calls()
+        now_ns[0] += 120_000_000_000
+        programs.need_calls()
+        assert "on_call" in programs.fds
+    finally:
+        programs.close()
+
+
+def test_a_recording_ends_where_programs_for_calls_are_still_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    programs = load_programs(_OPTIONS)
+    monkeypatch.setattr(priority, "urgent_pool", _no_thread)
+    programs.expect_calls()
+    programs.close()
 
 
 @pytest.mark.breadth

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiflame.agent.inspector.inspector import Inspector
-from aiflame.agent.kernel import abi
+from aiflame.agent.kernel import abi, sysbpf
 from aiflame.agent.kernel.loader import ProgramOptions, Programs, load_programs
 from aiflame.agent.kernel.uprobe_tries import (
     NopTreatment,
@@ -141,6 +143,47 @@ def test_a_file_that_nobody_maps_any_more_has_no_probes(
     probes.close()
     found = {probes.functions[slot][1].symbol: count for slot, count in counts.items()}
     assert found == dict.fromkeys(_PROBED, _CALLS)
+
+
+@cases("links_many", [True, False])
+def test_probes_that_found_no_memory_count_every_call_once_there_is_some(
+    links_many: bool, load: Load, program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = load(UprobeAnswers(links_many))
+    now_ns = [time.monotonic_ns()]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns[0])
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with Inspector() as inspector:
+        facts = FileFacts(inspector.server, FileGuard())
+        probes = ApiProbes(programs, facts)
+
+        def look() -> None:
+            # Of a running program the kernel looks at the instructions.
+            with Workload([program, 1]), program.open("rb") as file:
+                probes.look(file.fileno(), str(program), 1, "container")
+                probes.poll(is_waiting=True)
+
+        # GIVEN a kernel that has no memory for probes
+        with monkeypatch.context() as patch:
+            patch.setattr(sysbpf, "link_uprobes", refuse)
+            patch.setattr(sysbpf, "open_uprobe", refuse)
+            look()
+        assert probes.losses[LossKind.CALLS_NOT_PROBED] == len(_PROBED) + 1
+        # WHEN it has some, a minute later
+        now_ns[0] += 60_000_000_000
+        assert probes.are_any_due()
+        look()
+        facts.close()
+    # THEN all is counted but what no kernel probes
+    counts = _run(programs, program)
+    probes.close()
+    found = {probes.functions[slot][1].symbol: count for slot, count in counts.items()}
+    assert found == dict.fromkeys(_PROBED, _CALLS)
+    assert probes.losses == {LossKind.CALLS_NOT_PROBED: 1}
+    assert not probes.are_any_due()
 
 
 def test_a_wrong_yes_loses_no_call(load: Load, program: Path) -> None:

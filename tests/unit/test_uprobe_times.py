@@ -72,3 +72,14 @@ def test_programs_refused_for_links_are_loaded_for_events() -> None:
 def test_programs_refused_either_way_are_an_error() -> None:
     with pytest.raises(Refused):
         load_for_links(_Kernel(takes_links=False, takes_any=False).load, links_many=True)
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EMFILE, errno.EAGAIN])
+def test_programs_refused_for_a_moment_are_not_loaded_for_events_for_good(number: int) -> None:
+    def load(attach_type: int) -> dict[str, int]:
+        if attach_type:
+            raise Refused("on_call", OSError(number, "for a moment"))
+        return {"on_call": 7}
+
+    with pytest.raises(Refused, match="for a moment"):
+        load_for_links(load, links_many=True)
