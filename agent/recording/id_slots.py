@@ -33,6 +33,10 @@ class IdSlots:
         found = self._buckets[self._bucket(number)]
         return found - 1 if found else None
 
+    def id_of(self, slot: int) -> int:
+        """Returns the id that a slot was given to last."""
+        return self._ids[slot]
+
     def add(self, number: int) -> int:
         """Gives an id that has none a slot; returns it."""
         if 2 * len(self) >= len(self._buckets):

@@ -580,6 +580,7 @@ class Recorder:
             self.tables.renew(renewed)
             for keeper in (self.pythons, self.devices, self.facts):
                 keeper.forget_binaries(renewed)
+            self.stacks.look_again(renewed)
             self.table.look_again(renewed)
 
     def _look(self, image: ProcessImage) -> None:

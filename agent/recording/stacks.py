@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -192,6 +192,22 @@ class Stacks:
             self._window.define("stacks", np.array(rows, _STACK_DTYPE), addresses, is_late=is_late)
         for index, is_certain in unknown.items():
             self._table.unknown_address(self._table.images[index], is_certain)
+
+    def look_again(self, binaries: Set[int]) -> None:
+        """Shows stacks again that have addresses in some files, of which more is known now."""
+        for slot, known in enumerate(self._known_binaries):
+            if binaries.isdisjoint(known):
+                continue
+            stack = self._known.id_of(slot)
+            row = self.row(stack)
+            image = None if row is None else self._table.images.get(int(row["process"]))
+            if image is None:
+                continue
+            user = self.user(stack)
+            found = image.find(user)
+            located = LocatedStack(stack, image, user, found, {*image.binaries_at(found)})
+            for observer in self._observers:
+                observer.add_stack(located)
 
     def _note(self, stack: int, binaries: tuple[int, ...]) -> None:
         # Stacks are many, sets of binaries few: each is kept once.

@@ -7,7 +7,7 @@ which nothing is told. So there is one reason, "issuing". Other implementations 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -87,14 +87,15 @@ class OpenClSampler:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._kernels: dict[int, KernelFile | None] = {}
-        self._starts: dict[tuple[int, int], list[int]] = {}
+        # Where instructions begin, by file and function.
+        self._starts: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)
 
     def owns(self, file: int) -> bool:
         """Whether it is a kernel of PoCL's, also one that could not be opened."""
         path = self._host.path(file)
         if not self._host.is_open(file):
             return looks_like_kernel(path)
-        self._kernels.pop(file, None)  # it may have been written since
+        self._forget(file)  # it may have been written since, or can be read by now
         return self._kernel(file) is not None
 
     def _kernel(self, file: int) -> KernelFile | None:
@@ -104,11 +105,12 @@ class OpenClSampler:
             is_asked = may_be_kernel(path) and self._host.is_open(file)
             self._kernels[file] = self._host.ask(file, kernel_of(path)) if is_asked else None
             if len(self._kernels) > _MOST_FILES:
-                oldest = next(iter(self._kernels))
-                del self._kernels[oldest]
-                for key in [key for key in self._starts if key[0] == oldest]:
-                    del self._starts[key]
+                self._forget(next(iter(self._kernels)))
         return self._kernels[file]
+
+    def _forget(self, file: int) -> None:
+        self._kernels.pop(file, None)
+        self._starts.pop(file, None)
 
     def drain(self, interval: Interval) -> None:
         """Gives an interval's CPU samples as samples of kernels."""
@@ -136,11 +138,11 @@ class OpenClSampler:
         function = kernel.function_at(sample.address) if sample.is_caller else None
         if function is None:
             return sample.address
-        key = sample.file, function.start
-        if key not in self._starts:
+        known = self._starts[sample.file]
+        if function.start not in known:
             decoded = self._decoded(sample.file, function)
-            self._starts[key] = [instruction.address for instruction in decoded]
-        before = [start for start in self._starts[key] if start <= sample.address]
+            known[function.start] = [instruction.address for instruction in decoded]
+        before = [start for start in known[function.start] if start <= sample.address]
         return before[-1] if before else sample.address
 
     def _decoded(self, file: int, function: Function) -> list[Decoded]:

@@ -258,6 +258,30 @@ def test_samples_are_told_by_offset_and_callers_by_their_call(
     assert host.losses == {LossKind.SAMPLE_OUTSIDE_KERNEL: 4}
 
 
+def test_callers_are_told_by_their_call_once_the_file_can_be_read(
+    built: Path, descriptor: int, kernel: KernelFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = _Host(str(built), descriptor)
+    sampler = OpenClSampler(host)
+    assert sampler.owns(0)
+    listing = make_listing(kernel, frozenset({0}), _nowhere, _decode(descriptor))
+    assert listing is not None
+    call = next(line for line in listing.lines if line.text.startswith("call"))
+    following = next(line for line in listing.lines if line.offset > call.offset)
+    last_byte = kernel.address_of(following.offset) - 1
+    samples = [CpuSample(3, 11, 0, last_byte, True, 1)]
+    # GIVEN that nobody could be asked for the instructions for a moment
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "ask", lambda *_: None)
+        sampler.drain(Interval(0, samples))
+    assert [one.offset for one in host.samples] == [following.offset - 1]
+    # WHEN it is looked at again
+    assert sampler.owns(0)
+    sampler.drain(Interval(1, samples))
+    # THEN
+    assert [one.offset for one in host.samples[1:]] == [call.offset]
+
+
 def test_samples_of_a_file_that_could_not_be_opened_are_counted(built: Path) -> None:
     host = _Host(str(built), None)
     sampler = OpenClSampler(host)

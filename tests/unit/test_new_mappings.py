@@ -75,8 +75,9 @@ def test_what_was_said_of_files_that_were_not_there_is_forgotten_by_all() -> Non
         pythons=keeper,
         devices=keeper,
         facts=keeper,
+        stacks=SimpleNamespace(look_again=does("show stacks of")),
     )
     Recorder._renew_files(recorder)
     # THEN it is looked for once more, before who maps them is told of as new
-    assert done[0] == "open {3}" and done[-1] == "look again {7}"
-    assert sorted(done[1:-1]) == [*3 * ["forget {7}"], "renew {7}"]
+    assert done[0] == "open {3}" and done[-2:] == ["show stacks of {7}", "look again {7}"]
+    assert sorted(done[1:-2]) == [*3 * ["forget {7}"], "renew {7}"]

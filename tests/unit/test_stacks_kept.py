@@ -7,13 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from aiflame.agent.devices.locations import DeviceLocations
 from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import COLUMNS, rows_of
-from aiflame.agent.processes.table import ProcessTable
+from aiflame.agent.processes.table import Mapping, ProcessTable
 from aiflame.agent.recording.cut_stacks import CutStacks
 from aiflame.agent.recording.stacks import Stacks
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
+from aiflame.gpu.base import CpuSample
 from support import blind_inspector
 
 _PID, _IMAGE = 7, 1
@@ -42,3 +44,38 @@ def test_a_stack_that_comes_again_after_it_was_dropped_is_not_lost() -> None:
     # THEN it is in the window as it is
     assert closed.stacks[["stack", "stop_reason"]].tolist() == [(10, StopReason.ROOTED)]
     assert not len(closed.losses)
+
+
+def test_samples_of_a_kernel_whose_file_could_not_be_read_at_first_are_there_later() -> None:
+    # GIVEN a process that is in the kernel of a device, in whose file nobody could look for a
+    # moment, and in a library
+    kernel, library, period_ns = 3, 4, 1_000
+    kernels: set[int] = set()
+    table = ProcessTable(1, lambda pid: _IMAGE, blind_inspector())
+    image = table.image(_PID, _IMAGE)
+    image.replace_mappings([Mapping(4096, 8192, 0, kernel), Mapping(8192, 12288, 0, library)])
+    images: Any = SimpleNamespace(bias=lambda mapping: mapping.start)
+    locations = DeviceLocations(table, images, kernels.__contains__, lambda image: True, period_ns)
+    window = WindowBuilder(Bounds())
+    pythons: Any = SimpleNamespace(is_starting=lambda image: False)
+    stacks = Stacks(window, table, SimpleNamespace(), CutStacks(pythons), [locations])
+    record = np.zeros(2, abi.STACK_DTYPE)
+    record["image"], record["tgid"], record["user_depth"] = _IMAGE, _PID, 1
+    record["frames"][:, 0] = 4096 + 8, 8192 + 8
+    stacks.add(np.array([10, 11], np.uint64), record)
+
+    def sampled() -> list[CpuSample]:
+        keys = np.zeros(2, abi.SUM_KEY_DTYPE)
+        keys["stack"], keys["tid"], keys["sample_class"] = (10, 11), _PID, SampleClass.ON_CPU
+        values = np.zeros(2, abi.SUM_VALUE_DTYPE)
+        values["count"], values["ns"] = 1, period_ns
+        locations.add_sums(keys, values, stacks.has_come)
+        return locations.take(1 << 62)
+
+    assert sampled() == []
+    # WHEN it is known what is in the file, and its stacks come no more as they are known
+    kernels.add(kernel)
+    assert sampled() == []
+    stacks.look_again({kernel})
+    # THEN what they have is the device's
+    assert sampled() == [CpuSample(image.index, _PID, kernel, 8, False, 1)]
