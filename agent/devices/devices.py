@@ -687,13 +687,30 @@ class Devices:
         A process that compiles kernels all day has ever new ones.
         """
         if len(self._codes) > _MAX_CODES // 2:
-            gone = [known for known in self._codes if known not in self._offsets]
-            numbers = [self._codes.pop(known) for known in gone]
-            for number in numbers:
-                del self._kernel_of[number]
-            self._window.drop("codes", numbers)
+            self._forget_codes([known for known in self._codes if known not in self._offsets])
         self._offsets.clear()
         self._sites = 0
+
+    def forget_unused_kernels(self) -> None:
+        """Has kernels forgotten that windows have not mentioned for long, where there are many.
+
+        To be called when a window was closed, before anything is added to the next. Where kernels
+        are listed in the end, all are kept.
+        """
+        if self._wanted.lists:
+            return
+        sampled = {self._kernel_of[self._codes[known]] for known in self._offsets}
+        gone = self._kernels.forget_unused(sampled)
+        if gone:
+            self._forget_codes(
+                [known for known, code in self._codes.items() if self._kernel_of[code] in gone]
+            )
+
+    def _forget_codes(self, gone: Collection[tuple[str, CodeKey]]) -> None:
+        numbers = [self._codes.pop(known) for known in gone]
+        for number in numbers:
+            del self._kernel_of[number]
+        self._window.drop("codes", numbers)
 
     def _times(self, sample: KernelSample, end_ns: int) -> tuple[Timing, int, int]:
         """Returns what is known of when a sample was taken, since the start."""

@@ -139,7 +139,10 @@ class KernelNames:
             stack: Id of the launch's stack.
         """
         if is_named:
-            name = self._told[image.index].get(identity, "")
+            told = self._told[image.index]
+            name = told.get(identity, "")
+            if name:  # of those that it launches, the name is kept
+                _note(told, identity, name)
             return self._kernels.id_of(image.index, api, name, "" if name else _LOST)
         if not identity:
             return self._kernels.id_of(image.index, api, "", _UNSAID)

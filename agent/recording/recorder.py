@@ -1038,6 +1038,7 @@ class Recorder:
         window = self._window.close(end_ns, is_last=is_last, cost=cost)
         if not is_last:
             self._ended.forget()
+            self.devices.forget_unused_kernels()
         return window
 
     def stop(self, give: Callable[[Window], None]) -> Outcome:

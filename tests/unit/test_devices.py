@@ -8,6 +8,7 @@ import os
 import sqlite3
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import BUSY_UNKNOWN, NO_SIZE, Device, Tier
 from aiflame.agent.model.profile import SampleClass
-from aiflame.agent.model.window import NONE, check, rows_of
+from aiflame.agent.model.window import COLUMNS, NONE, check, rows_of
 from aiflame.agent.processes.binaries import BinaryFile
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
@@ -836,6 +837,60 @@ def test_a_process_that_compiles_kernels_all_day_has_samples_of_the_last_ones(
     assert not +devices.losses
     # AND what is known of those that are gone is forgotten
     assert max(known[25:]) == max(known[:25])
+
+
+def test_a_process_that_compiles_kernels_for_weeks_has_names_of_the_last_ones(
+    table: ProcessTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is listed in the end, as of an agent."""
+    monkeypatch.setattr("aiflame.agent.launches.gpu_kernels._MOST_NAMES", 20)
+    family, window = _TellingFamily((_TOY,)), _window()
+    window.define("threads", rows_of("threads", (0, 0, 77, 0)))
+    kernels = KernelTable(window)
+    devices = _devices([family], table, window, kernels, wanted=Wanted(lists=False))
+    devices.start()
+    name_of: dict[int, str] = {}
+    known = []
+    for number in range(60):
+        # GIVEN kernels of which one is launched, one sampled and one timed in each window, another
+        # one of each in this window alone, and one that comes again at long last
+        again = ["again"] * (number in (0, 50))
+        launched = ["launched", f"launched {number}", *again]
+        sampled = ["sampled", f"sampled {number}"]
+        timed = ["timed", f"timed {number}"]
+        ids = [kernels.id_of(0, "toys", name) for name in launched]
+        launches = np.zeros(len(ids), COLUMNS["launches"].dtype)
+        launches["kernel"], launches["count"] = ids, 1
+        launches["function"] = NONE
+        launches["enqueued_ns"] = launches["last_enqueued_ns"] = 1_000 * number
+        window.add("launches", launches)
+        family.sampler.samples = [
+            KernelSample(0, 0, CodeKey(0, None, name), 0, "busy", 7) for name in sampled
+        ]
+        end_ns = 1_000 * (number + 1)
+        family.sampler.times = [KernelTime(0, 0, name, end_ns - 9, end_ns, 9) for name in timed]
+        devices.drain(number, end_ns)
+        found = window.close(end_ns)
+        devices.forget_unused_kernels()
+        check(found)
+        # THEN each has its name in the window,
+        code_of = dict(found.codes[["code", "kernel"]].tolist())
+        mentioned = [
+            *found.launches["kernel"].tolist(),
+            *(code_of[code] for code in found.device_samples["code"].tolist()),
+            *found.kernel_times["kernel"].tolist(),
+        ]
+        names = {row["kernel"]: found.texts[row["name"]] for row in found.kernels}
+        assert [names[kernel] for kernel in mentioned] == [*launched, *sampled, *timed]
+        # and none the number of another one of before
+        for kernel in mentioned:
+            assert name_of.setdefault(kernel, names[kernel]) == names[kernel]
+        known.append(window.known_rows)
+    # AND those that are used all the time keep theirs
+    times = Counter(name_of.values())
+    assert [times[name] for name in ("launched", "sampled", "timed", "again")] == [1, 1, 1, 2]
+    # AND what is known of those that are gone is forgotten.
+    assert max(known[30:]) <= max(known[:30])
 
 
 def test_a_device_in_the_place_of_another_one_is_another_one(
