@@ -151,6 +151,9 @@ class Readings:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self._host.lose(LossKind.DEVICE_READINGS_MISSED)
             return
+        if words.get("gone"):  # an instance that was removed: one like it may be made again
+            self._known.pop(said.uuid, None)
+            return
         if said.uuid not in self._known and len(self._known) == _MAX_DEVICES:
             return
         known = self._known.setdefault(said.uuid, _Known(said.begin_ns or time.monotonic_ns()))

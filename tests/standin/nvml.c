@@ -17,6 +17,7 @@
  *   old                there is no nvmlDeviceGetMemoryInfo_v2
  *   no-samples         there are no samples, but the last of them
  *   mig                the first device has two instances, and no busy share
+ *   instances=PATH     of these, the ones whose digits are in a file; "?" in it: NVML is not sure
  */
 #include "nvml.h"
 
@@ -176,11 +177,33 @@ EXPORTED nvml_result nvmlDeviceGetMaxMigDeviceCount(nvml_device device, unsigned
 	return NVML_SUCCESS;
 }
 
+static nvml_result state_of_instance(unsigned int index)
+{
+	const char *at = word("instances");
+	char path[256], there[8] = "";
+	FILE *file;
+
+	if (index >= 2 || !at)
+		return index < 2 ? NVML_SUCCESS : NVML_NOT_FOUND;
+	snprintf(path, sizeof(path), "%.*s", (int)strcspn(at, " "), at);
+	file = fopen(path, "r");
+	if (file) {
+		if (!fgets(there, sizeof(there), file))
+			there[0] = 0;
+		fclose(file);
+	}
+	if (strchr(there, '?'))
+		return NVML_UNKNOWN;
+	return strchr(there, '0' + (int)index) ? NVML_SUCCESS : NVML_NOT_FOUND;
+}
+
 EXPORTED nvml_result nvmlDeviceGetMigDeviceHandleByIndex(nvml_device device, unsigned int index,
 							 nvml_device *instance)
 {
-	if (index >= 2)
-		return NVML_NOT_FOUND;
+	nvml_result state = state_of_instance(index);
+
+	if (state)
+		return state;
 	instances[index] = (struct nvml_device){ device->number, (int)index };
 	*instance = &instances[index];
 	return NVML_SUCCESS;

@@ -20,6 +20,7 @@ enum {
 	NVML_FUNCTION_NOT_FOUND = 13,
 	NVML_GPU_IS_LOST = 15,
 	NVML_VERSION_MISMATCH = 25,
+	NVML_UNKNOWN = 999,
 };
 
 /* nvmlSamplingType_t, nvmlValueType_t */

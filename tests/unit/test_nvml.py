@@ -23,7 +23,7 @@ from aiflame.agent.devices.line_process import LineProcess
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.gpu.base import DeviceReading, Interval
-from aiflame.gpu.nvidia import machine, readings
+from aiflame.gpu.nvidia import machine, nvml, readings
 from aiflame.gpu.nvidia.machine import Gpu, Machine
 from aiflame.gpu.nvidia.readings import Readings, Said
 from aiflame.gpu.nvidia.sampler import NO_HELPER, NvidiaSampler
@@ -36,7 +36,7 @@ _GIB, _MIB = 1 << 30, 1 << 20
 # Of the stand-in: as cuda.c has them.
 _A = bytes(range(16))
 _B = bytes(range(16, 32))
-_INSTANCE = bytes(range(0x80, 0x90))
+_INSTANCE, _OTHER_INSTANCE = bytes(range(0x80, 0x90)), bytes(range(0x90, 0xA0))
 _TOTAL = 80 * _GIB
 _PERIOD_NS = 10_000_000
 
@@ -181,6 +181,41 @@ def test_instances_tell_their_memory(host: _RealHost, monkeypatch: pytest.Monkey
     assert "an instance of MIG" in asked.why(_INSTANCE)
     assert "MIG is on" in asked.why(_A)
     assert asked.why(_B) == ""
+
+
+def test_instances_that_are_made_and_removed_come_and_go(
+    host: _RealHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # GIVEN a device that has one of two instances
+    there = tmp_path / "instances"
+
+    def put(digits: str) -> None:
+        there.with_suffix(".new").write_text(digits)
+        there.with_suffix(".new").replace(there)
+
+    put("0")
+    _tell(monkeypatch, f"mig instances={there}", "40")
+    asked = Readings(host, every_ns=_S // 100)
+    assert _until(asked, _INSTANCE, 2)
+    # WHEN another one is made in its place THEN it is asked, and the first one no more
+    put("1")
+    _until(asked, _OTHER_INSTANCE, 2)
+    _await(asked, lambda: "an instance of MIG" not in asked.why(_INSTANCE))
+    assert "an instance of MIG" in asked.why(_OTHER_INSTANCE)
+    # WHEN the first is made again, which has its UUID again
+    put("01")
+    _until(asked, _INSTANCE, 2)
+    # AND NVML does not tell which there are, as it is short of something
+    put("?")
+    for device in (_INSTANCE, _OTHER_INSTANCE):
+        # THEN those that there were are asked as before, past another look
+        _until(asked, device, 2 * nvml._LOOK_EVERY)
+    assert "MIG is on" in asked.why(_A)
+    # WHEN all are gone THEN the device tells how busy it is, once MIG is off
+    put("-")
+    _await(asked, lambda: "MIG is on" not in asked.why(_A))
+    asked.finish()
+    assert host.lost == {}
 
 
 def test_a_device_that_tells_nothing_is_not_missed(
@@ -512,6 +547,7 @@ def test_structures_of_the_standin_are_those_of_nvidia_ml_py(tmp_path: Path) -> 
         "NVML_FUNCTION_NOT_FOUND": "NVML_ERROR_FUNCTION_NOT_FOUND",
         "NVML_GPU_IS_LOST": "NVML_ERROR_GPU_IS_LOST",
         "NVML_VERSION_MISMATCH": "NVML_ERROR_ARGUMENT_VERSION_MISMATCH",
+        "NVML_UNKNOWN": "NVML_ERROR_UNKNOWN",
         "NVML_GPU_UTILIZATION_SAMPLES": "NVML_GPU_UTILIZATION_SAMPLES",
         "NVML_VALUE_UNSIGNED_INT": "NVML_VALUE_TYPE_UNSIGNED_INT",
     }.items():
