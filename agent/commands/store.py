@@ -25,7 +25,7 @@ from aiflame.agent.reports.words import showable
 from aiflame.agent.store.address import Server, address_of
 from aiflame.agent.store.engine import KEEP_DAYS
 from aiflame.agent.store.engines import open_store
-from aiflame.agent.store.inserts import inserts_of
+from aiflame.agent.store.inserts import insert_once, inserts_of
 from aiflame.agent.store.schema import migrate, require
 from aiflame.agent.store.selector import moment_words
 
@@ -109,7 +109,7 @@ def _add(args: argparse.Namespace) -> int:
         for path, batches in recorded.items():
             batch = batches[0]
             _refuse_too_old(path, batch, keep_days)
-            samples = 0
+            samples, there = 0, 0
             step_s = _STEP_S if batch.duration_ns <= _LONG_S * NS_PER_S else _LONG_STEP_S
             sent: set[int] = set()
 
@@ -119,11 +119,14 @@ def _add(args: argparse.Namespace) -> int:
                 return is_first
 
             for piece in inserts_of(batches, args.cluster, is_new, step_s):
-                engine.insert(piece.table.value, piece.rows, piece.token)
-                samples += piece.samples
+                if insert_once(engine, piece):
+                    samples += piece.samples
+                else:
+                    there += piece.samples
             sys.stderr.write(
                 f"Added {showable(str(path))}: {samples:,} samples of"
-                f" {moment_words(batch.begin_unix_ns // NS_PER_S)}\n"
+                f" {moment_words(batch.begin_unix_ns // NS_PER_S)}"
+                + (f"; {there:,} were in the store already\n" if there else "\n")
             )
     finally:
         engine.close()

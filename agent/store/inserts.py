@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from aiflame.agent.model.batch import Batch
+from aiflame.agent.store.engine import Engine
 from aiflame.agent.store.rows import Row, agent_rows, batch_rows, json_lines, monday
 from aiflame.agent.store.schema import Rows
 
@@ -86,6 +87,22 @@ def inserts_of(
             yield from add(Rows.AGENTS, agent_rows(batch, sum(own), cluster))
     for rest in pending.values():  # stacks are the first
         yield from rest.take()
+
+
+def insert_once(engine: Engine, piece: Insert) -> bool:
+    """Inserts rows, unless this did so before, however long ago.
+
+    Returns:
+        Whether they were not there yet.
+    """
+    token = piece.token
+    known = "SELECT 1 FROM inserts WHERE token = {token:String} LIMIT 1"
+    if engine.query(known, {"token": token}).rows:
+        return False
+    engine.insert(piece.table.value, piece.rows, token)
+    # Last: if it ends in between, the engine itself tells the next try for a repetition.
+    engine.execute(f"INSERT INTO inserts (token) VALUES ('{token}')")
+    return True
 
 
 def batch_samples(batches: Sequence[Batch]) -> Iterator[int]:

@@ -394,7 +394,10 @@ def test_a_store_is_told_whose_the_processes_of_a_capture_were(
     writer.close()
     inserted: list[tuple[str, bytes]] = []
     engine = SimpleNamespace(
-        insert=lambda table, rows, token: inserted.append((table, rows)), close=lambda: None
+        insert=lambda table, rows, token: inserted.append((table, rows)),
+        query=lambda statement, parameters: SimpleNamespace(rows=[]),
+        execute=lambda statement: None,
+        close=lambda: None,
     )
     monkeypatch.setattr(store, "open_store", lambda name, is_read_only: engine)
     monkeypatch.setattr(store, "require", lambda engine: SimpleNamespace(keep_days=0))

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiflame.agent import cli
+from aiflame.agent.commands import store as store_verb
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.profile import (
@@ -100,6 +102,85 @@ def test_tables_that_were_half_made_are_finished(tmp_path: Path) -> None:
     assert schema.migrate(engine, 0) == (0, schema.VERSION)
     _add(engine, small_timed_profile())
     assert engine.query("SELECT sum(samples) FROM gpu").rows[0][0] > 0
+    engine.close()
+
+
+_SUMMED = ("samples", "stacks_1h", "gpu", "agents")
+
+
+def _forget_inserts(engine: DirectoryEngine) -> None:
+    """Makes tables tell but the last insert from its repetition, and inserts something else."""
+    for table in _SUMMED:
+        engine.execute(f"ALTER TABLE {table} MODIFY SETTING non_replicated_deduplication_window=1")
+    _add(engine, small_timed_profile(), 9)
+    _add(engine, small_profile(), 9)
+
+
+def _sums(engine: DirectoryEngine) -> list[int]:
+    """Returns the sums of tables, of the first minutes."""
+    before = f"< {_BEGIN_S + 300}"
+    (row,) = engine.query(
+        f"SELECT (SELECT sum(value) FROM samples WHERE t {before}),"  # noqa: S608
+        " (SELECT sum(value) FROM stacks_1h),"
+        f" (SELECT sum(busy_ns) FROM gpu WHERE t {before}),"
+        f" (SELECT sum(samples) FROM agents WHERE t {before})"
+    ).rows
+    return [int(value) for value in row]
+
+
+def test_a_capture_is_added_once_whatever_came_in_between(
+    store: DirectoryEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # GIVEN a capture that was added, and so many others since that tables have forgotten it
+    monkeypatch.setattr(store_verb, "read_recording", lambda _: small_timed_profile())
+    words = ["store", "add", "run.aiflame", "--store", store.name, "--service", "train"]
+    assert cli.main(words) == 0
+    assert "in the store already" not in capsys.readouterr().err
+    _forget_inserts(store)
+    before = _sums(store)
+    assert all(before)
+    # WHEN it is added again THEN nothing is doubled, and it is said
+    assert cli.main(words) == 0
+    assert re.search(
+        r": 0 samples of .*; [\d,]+ were in the store already", capsys.readouterr().err
+    )
+    assert _sums(store) == before
+    # AND under another name it is another
+    assert cli.main([*words[:-1], "other"]) == 0
+    assert _sums(store)[0] == 2 * before[0]
+
+
+def test_tables_know_their_inserts_for_hours_of_a_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a store of the first version, with something in it
+    engine = open_store(str(tmp_path / "fleet"), is_read_only=False, is_new=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "VERSION", 1)
+        assert schema.migrate(engine, 14) == (0, 1)
+    profile = small_timed_profile()
+    begin_ns = time.time_ns()
+    batch = Batch(Labels("train"), profile, begin_ns, profile.recording.duration_ns)
+    pieces = [*inserts_of([batch], "", lambda _: True)]
+    for piece in pieces:
+        engine.insert(piece.table.value, piece.rows, piece.token)
+    # WHEN it is brought up to date THEN nothing is lost, and known inserts stay known
+    assert schema.migrate(engine, 0) == (1, schema.VERSION)
+    assert schema.require(engine).keep_days == 14
+    for piece in pieces:
+        engine.insert(piece.table.value, piece.rows, piece.token)
+    assert engine.query("SELECT sum(value) FROM samples").rows == [
+        [int(profile.samples["ns"].sum())]
+    ]
+    # AND so are those of a thousand hosts for hours, as in a new one
+    for table in _SUMMED:
+        ((text,),) = engine.query(
+            "SELECT engine_full FROM system.tables WHERE database = 'aiflame'"
+            " AND name = {table:String}",
+            {"table": table},
+        ).rows
+        (window,) = re.findall(r"non_replicated_deduplication_window = (\d+)", text)
+        assert int(window) >= 8 * 60 * 1_000, table
     engine.close()
 
 
