@@ -18,7 +18,7 @@ from aiflame.agent.reports.change import (
 )
 from aiflame.agent.reports.table import Table
 from aiflame.agent.store.engine import Engine, Parameter
-from aiflame.agent.store.selector import Selector, nothing_there
+from aiflame.agent.store.selector import UNKNOWN_STACK, Selector, nothing_there
 
 # Variances are of so many groups of (host, window): enough for t to be near the normal
 # distribution, few enough to be fetched for hundreds of functions.
@@ -189,7 +189,7 @@ class _Sides:
             f" FROM ({union}) AS u GROUP BY stack_id)"
             " SELECT fn.1 AS name, fn.2 AS kind, sum(v0) AS a, sum(v1) AS b,"
             f" count() OVER () AS considered, {_KEY} AS key"
-            f" FROM (SELECT v0, v1, arrayJoin({_functions(is_self)}) AS fn FROM s INNER JOIN"
+            f" FROM (SELECT v0, v1, arrayJoin({_functions(is_self)}) AS fn FROM s LEFT JOIN"
             f" ({_STACKS}) AS d USING stack_id) AS j GROUP BY fn"
             " HAVING greatest(a / {t0:Float64}, b / {t1:Float64}) > {least:Float64}"
             " ORDER BY abs(b / {t1:Float64} - a / {t0:Float64}) DESC, name LIMIT {most:UInt64}",
@@ -227,7 +227,7 @@ class _Sides:
         rows = self._engine.query(
             f"WITH s AS ({union})"
             " SELECT fn.1 AS name, fn.2 AS kind, side, g, sum(v) AS value FROM"
-            f" (SELECT side, g, v, arrayJoin({_functions(is_self)}) AS fn FROM s INNER JOIN"
+            f" (SELECT side, g, v, arrayJoin({_functions(is_self)}) AS fn FROM s LEFT JOIN"
             f" ({_STACKS}) AS d USING stack_id) AS j"
             f" WHERE {_KEY} IN {{keys:Array(UInt64)}} GROUP BY fn, side, g",
             {**values, "keys": keys},
@@ -250,7 +250,7 @@ class _Sides:
 
 
 _STACKS = (
-    "SELECT stack_id, any(frames) AS frames, any(kinds) AS kinds FROM stacks"
+    "SELECT stack_id, true AS has_frames, any(frames) AS frames, any(kinds) AS kinds FROM stacks"
     " WHERE stack_id IN (SELECT stack_id FROM s) GROUP BY stack_id"
 )
 
@@ -260,7 +260,10 @@ _KEY = "cityHash64(fn.1, fn.2)"
 
 
 def _functions(is_self: bool) -> str:
-    shown = "arrayFilter(p -> p.2 != 'interpreter', arrayZip(frames, kinds))"
+    shown = (
+        "if(has_frames, arrayFilter(p -> p.2 != 'interpreter', arrayZip(frames, kinds)),"
+        f" [('{UNKNOWN_STACK}', 'marker')])"
+    )
     return f"arraySlice({shown}, 1, 1)" if is_self else f"arrayDistinct({shown})"
 
 

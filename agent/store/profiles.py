@@ -61,6 +61,7 @@ from aiflame.agent.store.rows import NO_STACK
 from aiflame.agent.store.selector import (
     AGENT_LABELS,
     CLASS_WORDS,
+    UNKNOWN_STACK,
     Selector,
     moment_words,
     nothing_there,
@@ -72,8 +73,6 @@ from aiflame.gpu.attribution.kernel_times import ATTRIBUTED_TIME_DTYPE
 MOST_STACKS = 200_000
 DEFAULT_STACKS = 20_000
 
-# The name of a stack whose frames have not arrived.
-UNKNOWN_STACK = "[frames not in the store]"
 # The name of what is in no stack that is shown, and its id, which no digest of 64 bits is.
 LIGHTER_STACKS = "[lighter stacks]"
 _LIGHTER = -1

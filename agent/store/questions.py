@@ -12,7 +12,7 @@ from aiflame.agent.reports.kernel_names import kernel_names
 from aiflame.agent.reports.table import Table, ms, percent
 from aiflame.agent.reports.words import duration, showable
 from aiflame.agent.store.engine import Engine
-from aiflame.agent.store.selector import AGENT_LABELS, Selector, moment_cell
+from aiflame.agent.store.selector import AGENT_LABELS, UNKNOWN_STACK, Selector, moment_cell
 
 _S_PER_HOUR = 3_600
 
@@ -25,7 +25,10 @@ _NAMED = 3
 CLASSES = tuple(klass.name.lower() for klass in SampleClass)
 
 # The frames of a stack that a reader looks for, leaf first.
-_SHOWN = "arrayFilter(p -> p.2 != 'interpreter', arrayZip(frames, kinds, modules, files))"
+_SHOWN = (
+    "if(has_frames, arrayFilter(p -> p.2 != 'interpreter', arrayZip(frames, kinds, modules,"
+    f" files)), [('{UNKNOWN_STACK}', 'marker', '', '')])"
+)
 
 # Of a file of a Python function: whether it is of Python's own library.
 _IS_STANDARD = "(match({0}, {{standard:String}}) AND NOT match({0}, {{packages:String}}))"
@@ -76,10 +79,11 @@ def top(engine: Engine, selector: Selector, limit: int, *, is_raw: bool = False)
         " arrayFirst(p -> (p.1, p.2) = fn, shown) AS found FROM"
         # Before a row becomes one for each function: it is looked for once in a stack.
         f" (SELECT v, {_SHOWN} AS shown,"
-        f" {f'if(waits, {_WAITED_IN}, 1)' if has_waits else '1'} AS innermost FROM s INNER JOIN"
-        " (SELECT stack_id, any(frames) AS frames, any(kinds) AS kinds, any(modules) AS modules,"
-        " any(files) AS files FROM stacks WHERE stack_id IN (SELECT stack_id FROM s)"
-        " GROUP BY stack_id) AS d USING stack_id) AS j) AS f"
+        f" {f'if(waits, {_WAITED_IN}, 1)' if has_waits else '1'} AS innermost FROM s LEFT JOIN"
+        " (SELECT stack_id, true AS has_frames, any(frames) AS frames, any(kinds) AS kinds,"
+        " any(modules) AS modules, any(files) AS files FROM stacks"
+        " WHERE stack_id IN (SELECT stack_id FROM s) GROUP BY stack_id) AS d USING stack_id)"
+        " AS j) AS f"
         " GROUP BY fn ORDER BY self DESC, total DESC, name LIMIT {limit:UInt64}",
         {**values, **_OWN_CODE, "limit": limit},
     ).rows

@@ -100,7 +100,11 @@ def _first(keep_days: int) -> tuple[str, ...]:
 
 def _second(keep_days: int) -> tuple[str, ...]:
     keep = f"TTL added + INTERVAL {keep_days} DAY" if keep_days else ""
+    named_days = keep_days * _HOURLY_TIMES + _STACKS_EXTRA_DAYS
+    named = (f"ALTER TABLE stacks MODIFY TTL week + INTERVAL {named_days} DAY",)
     return (
+        # Sums by hour tell of functions for as long as these have names.
+        *(named if keep_days else ()),
         # What was added by hand may be added again whenever somebody likes, as long as it is kept.
         "CREATE TABLE inserts (token String, added DateTime DEFAULT now())"
         f" ENGINE = MergeTree ORDER BY token {keep}",

@@ -29,6 +29,9 @@ LABELS = (
 # Of agents, which are of hosts.
 AGENT_LABELS = ("cluster", "node")
 
+# The name of a stack whose frames have not arrived, or are no longer kept.
+UNKNOWN_STACK = "[frames not in the store]"
+
 # Of names that were mistyped: as many are told, as many are looked at, and so alike they are
 # (difflib's own cutoff).
 _MAX_NAMED, _MAX_COMPARED, _ALIKE = 8, 1000, 0.6

@@ -333,6 +333,50 @@ def test_stacks_that_have_not_arrived_keep_their_time(store: DirectoryEngine) ->
     assert any("[frames not in the store]" in line for line in _folded(found, View.CPU))
 
 
+def test_tables_keep_the_time_of_stacks_that_are_not_there(store: DirectoryEngine) -> None:
+    # GIVEN two versions, of which the store has lost a stack with half of each's time
+    for host in range(10):
+        for version in "12":
+            profile = literal_profile(
+                Sample("main;step", 500 * MS, count=500), Sample("gone;old", 500 * MS, count=500)
+            )
+            _add(store, profile, node=f"n{host}", version=version)
+    store.execute("ALTER TABLE stacks DELETE WHERE has(frames, 'old') SETTINGS mutations_sync = 1")
+    # THEN their time has a row, in sums by hour too, and neither name is missing without a word
+    hour = Selector(_BEGIN_S // 3600 * 3600, _BEGIN_S // 3600 * 3600 + 7200, {}, ("on_cpu",))
+    for selector in (replace(_ALL, classes=("on_cpu",)), hour, _ALL):
+        for is_raw in (False, True):
+            rows = questions.top(store, selector, 9, is_raw=is_raw).rows
+            assert [(row[1], row[3], row[4]) for row in rows] == [
+                ("50.0 %", "50.0 %", "[frames not in the store]"),
+                ("50.0 %", "50.0 %", "step"),
+                ("0.0 %", "50.0 %", "main"),
+            ]
+    # AND it is compared as any other
+    sides = [replace(_ALL, labels={"version": (v,)}, classes=("on_cpu",)) for v in "12"]
+    found = compare(store, *sides, is_self=True, least_share=0.01)
+    shares = {one.name: (one.change.before, one.change.after) for one in found.functions}
+    assert shares == {"[frames not in the store]": (0.5, 0.5), "step": (0.5, 0.5)}
+
+
+def test_names_are_kept_as_long_as_sums(tmp_path: Path) -> None:
+    # GIVEN a store that keeps samples for two weeks, and what ran in an hour ten weeks ago
+    engine = open_store(str(tmp_path / "fleet"), is_read_only=False, is_new=True)
+    schema.migrate(engine, 14)
+    hour_s = int(time.time()) // 3600 * 3600 - 70 * 86_400
+    profile = literal_profile(Sample("main;old", 500 * MS, count=500))
+    batch = Batch(Labels("train"), profile, hour_s * NS_PER_S, 60 * NS_PER_S)
+    for piece in inserts_of([batch], "", lambda _: True):
+        engine.insert(piece.table.value, piece.rows, piece.token)
+    # WHEN all that may go is gone THEN that hour's functions are there by their names
+    for table in ("samples", "stacks", "stacks_1h"):
+        engine.execute(f"OPTIMIZE TABLE {table} FINAL")
+    assert engine.query("SELECT count() FROM samples").rows == [[0]]
+    hour = Selector(hour_s, hour_s + 3600, {}, ("on_cpu",))
+    assert [row[4] for row in questions.top(engine, hour, 9).rows] == ["old", "main"]
+    engine.close()
+
+
 def test_selectors_choose(store: DirectoryEngine) -> None:
     _add(store, small_profile(), 0, node="a1", pod="x")
     _add(store, small_profile(), 5, node="a2", pod="100%", version="1")
