@@ -94,12 +94,12 @@ def compare(
     by_host = min(total.hosts for total in totals) >= _HOSTS_FOR_GROUPS
     whole = sides.wholes(by_host)
     samples = (totals[0].events, totals[1].events)
-    groups = [int(np.count_nonzero(row)) for row in whole]
     refuse_too_few(
         samples,
-        (groups[0], groups[1]),
+        # Groups may be fewer: some hosts share one, which costs degrees of freedom only.
+        (totals[0].groups(by_host), totals[1].groups(by_host)),
         (base.words, new.words),
-        group_words="hosts and windows",
+        group_words="hosts" if by_host else "windows of time",
         cure="a longer time range, or more hosts",
         sampling="a higher sampling rate",
     )
@@ -148,6 +148,11 @@ class _Total:
     value: int
     events: int
     hosts: int
+    windows: int  # of hosts
+
+    def groups(self, by_host: bool) -> int:
+        """Returns of how many variances are told."""
+        return self.hosts if by_host else self.windows
 
 
 class _Sides:
@@ -161,7 +166,8 @@ class _Sides:
         found = []
         for where, values in self._wheres:
             (row,) = self._engine.query(
-                f"SELECT sum(value), sum(events), uniqExact(node) FROM samples WHERE {where}",
+                "SELECT sum(value), sum(events), uniqExact(node), uniqExact(node, t)"
+                f" FROM samples WHERE {where}",
                 values,
             ).rows
             found.append(_Total(*map(int, row)))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -711,6 +712,31 @@ def test_a_comparison_of_the_same_hosts_over_time_says_so(store: DirectoryEngine
     assert grown(found.functions, 0.0) == ()
     with pytest.raises(TooFewSamples):
         few = replace(sides[1], end_s=_BEGIN_S + 120)
+        compare(store, sides[0], few, is_self=False, least_share=0.01)
+
+
+@pytest.mark.parametrize("are_hosts", [True, False])
+def test_eight_hosts_or_windows_are_enough_whatever_they_are_called(
+    store: DirectoryEngine, are_hosts: bool
+) -> None:
+    # GIVEN sides of eight hosts each, or of eight windows of one, of many names
+    names = "abcdef"
+    for name in names:
+        for i in range(8):
+            profile = literal_profile(Sample("main;step", 900 * MS, count=900))
+            node = f"{name}{i}" if are_hosts else name
+            _add(store, profile, 0 if are_hosts else i, node=node, version=name)
+    # THEN none of them is refused
+    sides = [replace(_ALL, labels={"version": (v,)}, classes=("on_cpu",)) for v in names]
+    for base, new in itertools.pairwise(sides):
+        found = compare(store, base, new, is_self=False, least_share=0.01)
+        assert found.is_by_host is are_hosts
+        assert grown(found.functions, 0.0) == ()
+    # AND seven are
+    few = replace(sides[1], end_s=_BEGIN_S + 7 * 60)
+    if are_hosts:
+        few = replace(sides[1], labels={"node": tuple(f"b{i}" for i in range(7))})
+    with pytest.raises(TooFewSamples, match="has 7, 8 are needed"):
         compare(store, sides[0], few, is_self=False, least_share=0.01)
 
 
