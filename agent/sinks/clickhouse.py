@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.model.batch import Batch
+from aiflame.agent.settings import Kind, setting
 from aiflame.agent.sinks.posting import retry_after_s
 from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
 from aiflame.agent.store.address import Server, address_of
@@ -30,6 +31,9 @@ _KNOWN_STACKS = 200_000
 
 # A request for stacks may have been lost on its way: after a day all are sent again.
 _S_PER_DAY = 86_400
+
+# A century: a larger number is a mistake.
+_MOST_KEEP_DAYS = 36_500
 
 # An insert of 4 MB takes a server less than a second; a request that hangs must not hold the queue.
 _TIMEOUT_S = 30.0
@@ -77,7 +81,13 @@ class Settings:
     cert_file: Path | None = None
     key_file: Path | None = None
     cluster: str = ""
-    keep_days: int = KEEP_DAYS
+    keep_days: int = setting(
+        Kind.COUNT,
+        "as the store was made: what is older is not sent, 0 for ever",
+        KEEP_DAYS,
+        least=0,
+        most=_MOST_KEEP_DAYS,
+    )
 
 
 def make(settings: Settings, node: str) -> ClickHouseSink:

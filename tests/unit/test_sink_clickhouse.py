@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from aiflame.agent.errors import UsageError
+from aiflame.agent.fleet.config import load
 from aiflame.agent.fleet.delivery import Delivery
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.profile import NS_PER_S, Profile
+from aiflame.agent.sinks import clickhouse as clickhouse_sink
 from aiflame.agent.sinks.clickhouse import ClickHouseSink
 from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
 from aiflame.agent.store.address import PASSWORD_VARIABLE, Server, address_of
@@ -271,3 +274,31 @@ def test_what_is_dropped_of_a_full_spool_costs_no_other_its_frames(
     assert _ids(stand_in, "samples", "stack_id") <= _ids(stand_in, "stacks", "stack_id")
     assert _ids(stand_in, "gpu", "launch_stack") - {0} <= _ids(stand_in, "stacks", "stack_id")
     assert b"stacks " not in [r.body[:7] for r in sink.encode([_batch(small_profile(), 7)])]
+
+
+def _made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> ClickHouseSink:
+    """Returns the sink of a configuration, in whose environment a store's password is."""
+    monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
+    given = {f"sinks.clickhouse.{key}": str(value) for key, value in settings.items()}
+    config = load(None, given, {"AIFLAME_DIRECTORY": str(tmp_path / "agent")})
+    return clickhouse_sink.make(config.sinks["clickhouse"], "n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "cure"),
+    [
+        ({"url": "https://h", "keep_days": "-1"}, "keep_days: not a whole number, from 0 to", ""),
+        ({"url": "https://h", "keep_days": "99999"}, "keep_days: not a whole number, from 0", ""),
+    ],
+)
+def test_settings_that_make_no_sense(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, str],
+    said: str,
+    cure: str,
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        _made(tmp_path, monkeypatch, **settings)
+    assert said in str(caught.value)
+    assert cure in (caught.value.hint or "")
