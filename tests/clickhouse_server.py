@@ -35,10 +35,12 @@ class StandIn:
         rows: By table, without an engine.
         requests: Of each, its parameters.
         answers: Statuses with headers and texts for the next requests; empty: as they deserve.
+        prefix: Of paths, as behind a proxy.
         loses_replies: It takes so many requests and hangs up before it answers.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, prefix: str) -> None:
+        self.prefix = prefix
         self.rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.requests: list[dict[str, str]] = []
         self.answers: list[tuple[int, dict[str, str], bytes]] = []
@@ -99,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _deserved(
         self, stand_in: StandIn, path: str, query: dict[str, str], body: bytes
     ) -> tuple[int, dict[str, str], bytes]:
-        if path != "/":
+        if path != f"{stand_in.prefix}/":
             return 404, {}, b"There is no handle " + path.encode()
         key = self.headers.get("X-ClickHouse-Key")
         if (self.headers.get("X-ClickHouse-User"), key) != (USER, PASSWORD):
@@ -163,9 +165,9 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def clickhouse(folder: Path | None = None) -> Iterator[tuple[StandIn, str]]:
-    """Runs it, with chDB in a folder or without; its URL has no password."""
-    stand_in = StandIn(folder)
+def clickhouse(folder: Path | None = None, prefix: str = "") -> Iterator[tuple[StandIn, str]]:
+    """Runs it, with chDB in a folder or without; its URL has no password, and no prefix."""
+    stand_in = StandIn(folder, prefix)
     server = _Server(("127.0.0.1", 0), _Handler)
     server.stand_in = stand_in
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from aiflame.agent.errors import AiflameError
+from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.model.batch import Batch
 from aiflame.agent.settings import Kind, setting
 from aiflame.agent.sinks.posting import retry_after_s
@@ -61,7 +61,8 @@ class Settings:
     """The keys of `[sinks.clickhouse]`.
 
     Attributes:
-        url: Of the server's HTTP interface, "https://HOST:8443"; "http" without TLS.
+        url: Of the server's HTTP interface, "https://HOST:8443", with a path where a proxy wants
+            one; "http" without TLS.
         database: Where `aiflame store init` has made the tables.
         user: Who may insert there.
         password_file: A file with the user's password.
@@ -97,6 +98,11 @@ def make(settings: Settings, node: str) -> ClickHouseSink:
         UsageError: The settings make no sense, or its password would be sent in the clear.
     """
     parts = urlsplit(settings.url)
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise UsageError(
+            f"{parts.scheme}://{parts.hostname}: a URL with more than host, port and path",
+            "`user`, `password_file`, `database` and the others have keys of their own",
+        )
     scheme = "clickhouses" if parts.scheme == "https" else "clickhouse"
     place = address_of(f"{scheme}://{parts.netloc}/{settings.database}", {})
     assert isinstance(place, Server)  # noqa: S101 - it has a scheme
@@ -108,6 +114,7 @@ def make(settings: Settings, node: str) -> ClickHouseSink:
         ca_file=settings.ca_file,
         cert_file=settings.cert_file,
         key_file=settings.key_file,
+        path=parts.path.rstrip("/"),
     )
     server.password({})
     server.tls()

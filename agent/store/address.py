@@ -56,6 +56,7 @@ class Server:
         password_file: None where there is none.
         ca_file: None for the system's certificates.
         cert_file, key_file: One's own certificate, and its key; None for none.
+        path: What a proxy in between has in front of the server's own.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Server:
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
+    path: str = ""
 
     @property
     def is_loopback(self) -> bool:

@@ -90,7 +90,7 @@ def post(
         headers["Content-Encoding"] = "gzip"
     connection = _connection(server, timeout_s)
     try:
-        connection.request("POST", f"/?{urlencode(parameters)}", body, headers)
+        connection.request("POST", f"{server.path}/?{urlencode(parameters)}", body, headers)
         response = connection.getresponse()
         is_ok = response.status == http.HTTPStatus.OK
         answer = _read(response, max_bytes if is_ok else _MAX_ERROR_BYTES, is_cut=not is_ok)

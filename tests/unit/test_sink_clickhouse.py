@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from aiflame.agent.errors import UsageError
@@ -20,7 +21,7 @@ from aiflame.agent.sinks import clickhouse as clickhouse_sink
 from aiflame.agent.sinks.clickhouse import ClickHouseSink
 from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
 from aiflame.agent.store.address import PASSWORD_VARIABLE, Server, address_of
-from clickhouse_server import PASSWORD, StandIn, clickhouse
+from clickhouse_server import PASSWORD, USER, StandIn, clickhouse
 from device_profiles import small_timed_profile
 from profiles import RECORDING, hostile_profile, small_profile
 
@@ -284,9 +285,31 @@ def _made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -
     return clickhouse_sink.make(config.sinks["clickhouse"], "n")
 
 
+@pytest.mark.parametrize("path", ["", "/", "/ch", "/ops/ch/"])
+def test_a_path_is_of_a_proxy_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    password = tmp_path / "password"
+    password.write_text(PASSWORD)
+    password.chmod(0o600)
+    with clickhouse(prefix=path.rstrip("/")) as (stand_in, url):
+        sink = _made(
+            tmp_path,
+            monkeypatch,
+            url=f"http://127.0.0.1:{urlsplit(url).port}{path}",
+            user=USER,
+            password_file=password,
+        )
+        for request in sink.encode([_batch(small_profile())]):
+            assert sink.send(request) == {}
+        assert _sum(stand_in, "samples", "value") == int(small_profile().samples["ns"].sum())
+
+
 @pytest.mark.parametrize(
     ("settings", "said", "cure"),
     [
+        ({"url": "http://h:8123/?database=x"}, "more than host, port and path", "database"),
+        ({"url": "http://h:8123/#x"}, "more than host, port and path", "database"),
         ({"url": "https://h", "keep_days": "-1"}, "keep_days: not a whole number, from 0 to", ""),
         ({"url": "https://h", "keep_days": "99999"}, "keep_days: not a whole number, from 0", ""),
     ],
