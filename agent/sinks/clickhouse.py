@@ -115,6 +115,8 @@ def make(settings: Settings, node: str) -> ClickHouseSink:
         cert_file=settings.cert_file,
         key_file=settings.key_file,
         path=parts.path.rstrip("/"),
+        # Of the agent's environment only its own keys are read.
+        password_variable="",
     )
     server.password({})
     server.tls()

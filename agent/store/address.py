@@ -57,6 +57,8 @@ class Server:
         ca_file: None for the system's certificates.
         cert_file, key_file: One's own certificate, and its key; None for none.
         path: What a proxy in between has in front of the server's own.
+        password_variable: Of the environment: it has the password where no file is named; "" for
+            none.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Server:
     cert_file: Path | None = None
     key_file: Path | None = None
     path: str = ""
+    password_variable: str = PASSWORD_VARIABLE
 
     @property
     def is_loopback(self) -> bool:
@@ -82,7 +85,7 @@ class Server:
         Raises:
             UsageError: It cannot be read, or would go over the network as it is.
         """
-        found = environment.get(PASSWORD_VARIABLE, "")
+        found = environment.get(self.password_variable, "") if self.password_variable else ""
         if self.password_file is not None:
             try:
                 with self.password_file.open("rb") as file:

@@ -285,6 +285,17 @@ def _made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -
     return clickhouse_sink.make(config.sinks["clickhouse"], "n")
 
 
+def test_the_environment_s_password_is_not_an_agent_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with clickhouse() as (stand_in, url):
+        port = urlsplit(url).port
+        sink = _made(tmp_path, monkeypatch, url=f"http://127.0.0.1:{port}", user=USER)
+        with pytest.raises(SinkAway, match="Authentication failed"):
+            sink.send(next(sink.encode([_batch(small_profile())])))
+        assert len(stand_in.requests) == 1
+
+
 @pytest.mark.parametrize("path", ["", "/", "/ch", "/ops/ch/"])
 def test_a_path_is_of_a_proxy_in_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
