@@ -98,7 +98,7 @@ class Server:
         if found and not self.is_tls and not self.is_loopback:
             raise UsageError(
                 f"the password of {self.host} would go over the network as plain text",
-                f"use {_TLS}:// (HTTPS)",
+                self._tls_hint,
             )
         return found
 
@@ -111,8 +111,13 @@ class Server:
         if self.is_tls:
             return client_context(self.ca_file, self.cert_file, self.key_file)
         if self.cert_file or self.key_file:
-            raise UsageError(f"{self.host}: a certificate, without TLS", f"use {_TLS}:// (HTTPS)")
+            raise UsageError(f"{self.host}: a certificate, without TLS", self._tls_hint)
         return None
+
+    @property
+    def _tls_hint(self) -> str:
+        """What to write instead, where the URL is from: an agent's has the scheme of HTTP."""
+        return "use https://" if self.name.startswith("http://") else f"use {_TLS}:// (HTTPS)"
 
 
 def address_of(text: str, environment: Mapping[str, str] = os.environ) -> Server | Path:

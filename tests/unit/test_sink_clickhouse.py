@@ -323,6 +323,7 @@ def test_a_path_is_of_a_proxy_in_between(
         ({"url": "http://h:8123/#x"}, "more than host, port and path", "database"),
         ({"url": "https://h", "keep_days": "-1"}, "keep_days: not a whole number, from 0 to", ""),
         ({"url": "https://h", "keep_days": "99999"}, "keep_days: not a whole number, from 0", ""),
+        ({"url": "http://h", "cert_file": "/c", "key_file": "/k"}, "without TLS", "use https://"),
     ],
 )
 def test_settings_that_make_no_sense(
@@ -336,3 +337,12 @@ def test_settings_that_make_no_sense(
         _made(tmp_path, monkeypatch, **settings)
     assert said in str(caught.value)
     assert cure in (caught.value.hint or "")
+
+
+def test_an_agent_is_told_how_to_send_its_password(tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.write_text(PASSWORD)
+    settings = clickhouse_sink.Settings(url="http://h", password_file=password)
+    with pytest.raises(UsageError, match="plain text") as caught:
+        clickhouse_sink.make(settings, "n")
+    assert caught.value.hint == "use https://"

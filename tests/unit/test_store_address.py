@@ -75,8 +75,9 @@ def test_a_password_comes_from_the_environment_or_a_file_that_is_read_anew(tmp_p
 def test_a_password_never_goes_over_the_network_as_plain_text() -> None:
     secret = {"AIFLAME_STORE_PASSWORD": "s"}
     for host in ("ch", "10.0.0.1", "localhost.evil", "[2001:db8::1]"):
-        with pytest.raises(UsageError, match="plain text"):
+        with pytest.raises(UsageError, match="plain text") as caught:
             _server(f"clickhouse://{host}/db").password(secret)
+        assert caught.value.hint == "use clickhouses:// (HTTPS)"
         assert _server(f"clickhouse://{host}/db").password({}) == ""
         assert _server(f"clickhouses://{host}/db").password(secret) == "s"
     for host in ("localhost", "127.0.0.1", "[::1]"):
