@@ -35,8 +35,6 @@ T = TypeVar("T")
 # From being connected to the last byte of the answer. Probes of the kubelet wait for one second,
 # scrapes of Prometheus for ten; on one host, an answer takes milliseconds.
 _EXCHANGE_S = 2.0
-# How often a certificate is read anew: those of some weeks are replaced days before.
-_CERTIFICATE_S = 600.0
 # A kubelet and some scrapers have one each. An agent has 65,536 descriptors, most for files.
 _MOST_CONNECTIONS = 64
 # A request of Prometheus has some 300 bytes, with a token of a service account 1.5 KB.
@@ -158,7 +156,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 class _Certificate:
-    """What the server shows who it is by, read again now and then: they are replaced.
+    """What the server shows who it is by, read again where it was replaced: it expires.
 
     Args:
         settings: Of the agent, with the file of one.
@@ -169,23 +167,29 @@ class _Certificate:
 
     def __init__(self, settings: AgentSettings) -> None:
         assert settings.health_cert_file is not None  # noqa: S101 - asked before
-        self._files = settings.health_cert_file, settings.health_key_file
+        self._cert_file, self._key_file = settings.health_cert_file, settings.health_key_file
         try:
             self._load()
         except OSError as error:  # ssl.SSLError is one
             raise UsageError(f"health_cert_file: {error}") from error
 
     def _load(self) -> None:
+        facts = self._facts()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         # A key and a certificate that do not belong together spoil what they are loaded into.
-        context.load_cert_chain(*self._files)
-        self._context, self._loaded_s = context, time.monotonic()
+        context.load_cert_chain(self._cert_file, self._key_file)
+        self._context, self._loaded = context, facts
+
+    def _facts(self) -> list[tuple[int, int, int]]:
+        """Returns what differs once a file was replaced, or written anew."""
+        found = [path.stat() for path in (self._cert_file, self._key_file) if path is not None]
+        return [(one.st_ino, one.st_mtime_ns, one.st_size) for one in found]
 
     def wrapped(self, peer: socket.socket) -> ssl.SSLSocket:
         """Returns a connection of which the handshake is still to come."""
-        if time.monotonic() - self._loaded_s >= _CERTIFICATE_S:
-            with suppress(OSError):  # it is just being replaced: that before goes on
+        with suppress(OSError):  # it is just being replaced: that before goes on
+            if self._facts() != self._loaded:
                 self._load()
         return self._context.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
 

@@ -255,27 +255,40 @@ def test_odd_requests_are_refused(
     assert _get(server.url + "/nothing")[0] == 404
 
 
-def test_a_probe_asks_as_the_kubelet_runs_it(server: HealthServer, vitals: Vitals) -> None:
-    address = server.url.removeprefix("http://")
+def _probed(config: Path, environment: dict[str, str]) -> tuple[int, str]:
+    """Returns how the manifest's probe ends, and what it says."""
     (command,) = {
         tuple(probe["exec"]["command"])
         for name, probe in container().items()
         if name.endswith("Probe")
     }
+    # The interpreter of the image is this one, and the agent's file is there.
+    (file,) = container()["args"][2:]
+    assert command[-2:] == ("--config", file)
+    words = [sys.executable, *command[1:-1], str(config)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+def test_a_probe_asks_as_the_kubelet_runs_it(
+    server: HealthServer, vitals: Vitals, tmp_path: Path
+) -> None:
+    config = tmp_path / "agent.toml"
+    config.write_text("stretch = 60\n")
+    address = server.url.removeprefix("http://")
 
     def probed() -> tuple[int, str]:
-        # The interpreter of the image is this one.
-        words = [sys.executable, *command[1:]]
-        done = subprocess.run(
-            words, env={"AIFLAME_HEALTH": address}, capture_output=True, text=True, check=False
-        )
-        return done.returncode, done.stderr
+        return _probed(config, {"AIFLAME_HEALTH": address})
 
     # GIVEN an agent that has not recorded anything THEN it is not healthy, and says why
     assert probed() == (1, "no window was recorded yet\n")
     # AND once it has, it is
     vitals.note_window(RandomRecording(1).windows(1)[0], is_kept=True)
     assert probed() == (0, "")
+    # AND a file is as good as a variable
+    config.write_text(f'health = "{address}"\n')
+    assert _probed(config, {}) == (0, "")
+    config.write_text("stretch = 60\n")
     # AND WHEN nobody listens THEN it is not
     server.close()
     code, words = probed()
@@ -287,7 +300,9 @@ def test_a_probe_takes_no_other_answer_for_health(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         found: list[str] = []
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        asking = threading.Thread(target=lambda: found.append(trouble(address, "/healthz")))
+        asking = threading.Thread(
+            target=lambda: found.append(trouble("", {"AIFLAME_HEALTH": address}, "/healthz"))
+        )
         asking.start()
         connection, _ = other.accept()
         with connection:
@@ -408,12 +423,60 @@ def test_it_is_open_to_others_with_tls_and_a_token_only(
         assert b"aiflame" not in _all_of(plain)
 
 
+@pytest.mark.parametrize("host", [_ANYWHERE, "127.0.0.1"])
+def test_a_probe_asks_with_tls_and_token_where_the_agent_wants_them(
+    guarded: tuple[HealthServer, ssl.SSLContext], vitals: Vitals, tmp_path: Path, host: str
+) -> None:
+    # GIVEN an agent that is open to others, and what it was told, in its file or in variables
+    server, _ = guarded
+    given = {
+        "health": server.url.removeprefix("https://").replace(_ANYWHERE, host),
+        "health_token_file": str(tmp_path / "token"),
+        "health_cert_file": str(tmp_path / "cert"),
+        "health_key_file": str(tmp_path / "key"),
+    }
+    vitals.note_window(RandomRecording(1).windows(1)[0], is_kept=True)
+    whole, empty = tmp_path / "agent.toml", tmp_path / "empty.toml"
+    whole.write_text("".join(f"{key} = '{value}'\n" for key, value in given.items()))
+    empty.write_text("")
+    variables = {f"AIFLAME_{key.upper()}": value for key, value in given.items()}
+    # THEN its probe is answered
+    assert _probed(whole, {}) == (0, "")
+    assert _probed(empty, variables) == (0, "")
+    # AND a variable goes over the file, whichever way it says it
+    assert _probed(whole, {"AIFLAME_HEALTH_TOKEN": "other"}) == (1, "a token is needed\n")
+    # AND still is once certificate and token were replaced
+    _certify(tmp_path)
+    (tmp_path / "token").write_text("new\n")
+    assert _probed(whole, {}) == (0, "")
+    # AND who has another certificate is not sent the token
+    (tmp_path / "other").mkdir()
+    _, other = _certify(tmp_path / "other")
+    code, words = _probed(whole, {"AIFLAME_HEALTH_CERT_FILE": str(other)})
+    assert code == 1 and "another certificate" in words
+
+
+def test_a_probe_says_what_it_cannot_read(
+    guarded: tuple[HealthServer, ssl.SSLContext], tmp_path: Path
+) -> None:
+    server, _ = guarded
+    config = tmp_path / "agent.toml"
+    address = {"AIFLAME_HEALTH": server.url.removeprefix("https://")}
+    for text, words in (
+        ("health =", f"{config}: "),
+        ("health_token_file = '/nowhere'", "No such file or directory: '/nowhere'"),
+        (f"health_cert_file = '{config}'", "Invalid PEM"),
+    ):
+        config.write_text(text)
+        code, said = _probed(config, address)
+        assert code == 1 and words in said and "Traceback" not in said
+
+
 def test_certificates_and_tokens_that_are_replaced_are_read_again(
-    guarded: tuple[HealthServer, ssl.SSLContext], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    guarded: tuple[HealthServer, ssl.SSLContext], tmp_path: Path
 ) -> None:
     server, before = guarded
     url = server.url.replace(_ANYWHERE, "127.0.0.1")
-    monkeypatch.setattr("aiflame.agent.fleet.health._CERTIFICATE_S", 0.0)
     # GIVEN files that are being written THEN those before go on
     (tmp_path / "token").write_text("")
     (tmp_path / "new").mkdir()

@@ -73,6 +73,7 @@ _MAY_OPEN = {
     "agent/store/address.py": "a password of a store",
     "agent/store/engines.py": "the lock of a store",
     "agent/fleet/config.py": "the configuration",
+    "agent/fleet/probe.py": "the same, and a certificate and a token that it names",
     "agent/settings.py": "secrets that the configuration names",
     "agent/recording/recorder.py": "the directory of the cgroup that is recorded",
     # Ours to the end.
