@@ -13,6 +13,7 @@ import difflib
 import enum
 import inspect
 import json
+import math
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,10 @@ _MAX_SECRET_BYTES = 1 << 16
 # Of a key that names the file in which a secret is.
 _FILE_SUFFIX = "_file"
 _MASK = "***"
+# Of a wrong value, in an error: a line or two.
+_MAX_SHOWN = 200
+# The kernel has sizes of files and of disks as signed numbers of 64 bits.
+_MAX_SIZE_BYTES = (1 << 63) - 1
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?")
 _SECONDS: dict[str | None, float] = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, None: 1}
@@ -316,9 +321,16 @@ def _value(one: Setting, given: Given, key: str) -> Any:
         if is_low or is_high or (one.choices and value not in one.choices):
             raise ValueError
     except (ValueError, TypeError, KeyError, OverflowError):
-        shown = _MASK if one.kind is Kind.SECRET else repr(given.value)[:200]
+        shown = _MASK if one.kind is Kind.SECRET else _shown(given.value)
         raise UsageError(f"{given.source}: {key}: not {one.allowed}: {shown}") from None
     return value
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:_MAX_SHOWN]
+    except (ValueError, RecursionError):  # thousands of digits, or of tables in one another
+        return "what is too large to be shown"
 
 
 def _parsed(one: Setting, value: Any) -> Any:
@@ -336,7 +348,10 @@ def _parsed(one: Setting, value: Any) -> Any:
     if kind is Kind.SECONDS:
         return _finite(_scaled(_TIME, _SECONDS, value))
     if kind is Kind.BYTES:
-        return round(_scaled(_SIZE, _BYTES, value))
+        size_bytes = round(_scaled(_SIZE, _BYTES, value))
+        if size_bytes > _MAX_SIZE_BYTES:
+            raise ValueError
+        return size_bytes
     if kind is Kind.TEXTS:
         words = value.split(",") if isinstance(value, str) else _listed(value)
         return tuple(_text(word) for word in words if word != "")
@@ -373,7 +388,7 @@ def _scaled(pattern: re.Pattern[str], units: Mapping[str | None, float], value: 
 
 
 def _finite(number: float) -> float:
-    if not abs(number) < float("inf"):
+    if not math.isfinite(number):
         raise ValueError
     return number
 

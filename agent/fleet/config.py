@@ -368,7 +368,7 @@ def _of_file(path: Path, refusals: Refusals) -> dict[str, Given]:
         words = tomllib.loads(data.decode())
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of 5,000 digits, or brackets
         raise UsageError(f"{path}: not TOML: {error}") from error
     return _flat(words, str(path), refusals)
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 from aiflame.agent.cli import main
 from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet.config import AgentConfig, config_of, load
@@ -23,6 +24,11 @@ from aiflame.agent.settings import (
     settings_of,
     toml_lines,
 )
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
 @dataclass(frozen=True)
@@ -281,6 +287,29 @@ def test_no_secret_goes_over_plain_http_but_on_this_host(url: str, is_open: bool
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="a URL"):
         _backend(url=url)
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("text", ["0x" + "f" * 5000, "{ a" + ".a" * 3000 + " = 1 }"], ids=len)
+def test_what_python_cannot_show_is_refused_in_words(text: str, kind: Kind) -> None:
+    one = dataclasses.make_dataclass("_One", [("key", Any, setting(kind, "one", most=10**6))])
+    given = {"key": Given(tomllib.loads(f"a = {text}")["a"], "a.toml")}
+    with pytest.raises(UsageError) as caught:
+        made(one, given)
+    assert str(caught.value).startswith(f"a.toml: key: not {kind.value}")
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("text", ["stretch = " + "9" * 5000, "stretch = " + "[" * 5000])
+def test_a_file_that_is_too_much_for_its_parser_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UsageError, match=r"agent\.toml: not TOML: "):
+        _loaded(tmp_path, text)
+
+
+@pytest.mark.parametrize("bound", ["keep_size", "capture_size", "memory", "helper_memory"])
+def test_no_size_is_larger_than_files_can_be(tmp_path: Path, bound: str) -> None:
+    with pytest.raises(UsageError, match=f"{bound}: not a size"):
+        _loaded(tmp_path, f"{bound} = {10**400}")
 
 
 @dataclass(frozen=True, kw_only=True)
