@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import platform
+import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,6 +53,10 @@ _SINK_TABLE = "sinks"
 _SECRETS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # A configuration has some KB.
 _MAX_FILE_BYTES = 1 << 20
+
+# RFC 1035, 2.3.4, without lengths and the root's dot; resolvers take "_", too.
+_MAX_HOST_NAME = 253
+_HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 # What holds a secret, of the agent and of sinks; Secret has its own.
 _SECRET_FILES = ("token_file", "password_file", "key_file", "health_key_file")
@@ -201,6 +206,22 @@ class AgentSettings:
                 "set health_token_file, health_cert_file and health_key_file, or take 127.0.0.1",
             )
         return host, number
+
+    def refuse_odd_kubelet(self) -> None:
+        """Refuses what can be no host in `kubelet`.
+
+        Raises:
+            UsageError: It is none.
+        """
+        host = self.kubelet
+        try:
+            ipaddress.ip_address(host[1:-1] if host[:1] + host[-1:] == "[]" else host)
+        except ValueError:
+            if host and not (len(host) <= _MAX_HOST_NAME and _HOST_NAME.fullmatch(host)):
+                raise UsageError(
+                    f"kubelet: not a host's name or address: {host[:_MAX_HOST_NAME]}",
+                    "as in 10.0.0.1 or node-1.example; the port is `kubelet_port`",
+                ) from None
 
     @property
     def budget(self) -> Budget:
@@ -408,6 +429,8 @@ def _checked(
         _ = agent.selection  # a bad rule is refused here
     with refusals.taken():
         _ = agent.health and agent.health_address
+    with refusals.taken():
+        agent.refuse_odd_kubelet()
     sinks = {}
     for name in SINKS:
         prefix = f"{_SINK_TABLE}.{name}."

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from aiflame.agent.fleet.log import words_of
 from aiflame.agent.fleet.pods import KubeletError, PodList, parse_pods
 
 _SECRETS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -88,7 +89,8 @@ class Kubelet:
         deadline = time.monotonic() + self._answer_s
         try:
             answer = self._get(deadline)
-        except (OSError, http.client.HTTPException) as error:
+        # UnicodeError: of a name that cannot be one of a host.
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
             words = str(error) or type(error).__name__
             raise KubeletError(f"https://{self._settings.host}{_PATH}: {words}") from error
         return parse_pods(answer)
@@ -216,9 +218,9 @@ class PodWatch:
     def _has_fetched(self) -> bool:
         try:
             self._list = self._fetch()
-        except KubeletError as error:
+        except Exception as error:  # whatever it is: pods are asked for as long as the agent runs
             self.failures += 1
-            self.error = str(error)
+            self.error = str(error) if isinstance(error, KubeletError) else words_of(error)
             return False
         self.answers += 1
         self.error = ""

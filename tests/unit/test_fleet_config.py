@@ -188,6 +188,21 @@ def test_what_is_wrong_is_named_with_its_source(
     assert [word for word in words if word not in said] == []
 
 
+@pytest.mark.parametrize(
+    "host", ["a..b", "x" * 64, ".", "bad host", "https://10.0.0.1:10250", "10.0.0.1:10250", "a,b"]
+)
+def test_an_address_of_a_kubelet_is_a_host(tmp_path: Path, host: str) -> None:
+    with pytest.raises(UsageError, match="kubelet: not a host's name or address: "):
+        _loaded(tmp_path, f'kubelet = "{host}"')
+
+
+@pytest.mark.parametrize(
+    "host", ["10.0.0.1", "fd00::1", "[fd00::1]", "node-1", "ip-10-0-0-1.ec2.internal", "a_b.c."]
+)
+def test_hosts_of_all_forms_are_taken_for_a_kubelet(tmp_path: Path, host: str) -> None:
+    assert _loaded(tmp_path, f'kubelet = "{host}"').agent.kubelet == host
+
+
 def test_the_variable_or_flag_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^AIFLAME_FREQUENCY_HZ: frequency_hz: not a whole"):
         load(None, {}, {"AIFLAME_FREQUENCY_HZ": "fast"})

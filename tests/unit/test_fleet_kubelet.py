@@ -405,6 +405,30 @@ def test_after_failures_it_waits_twice_as_long_each_time_and_keeps_what_it_knows
         watch.stop()
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 80])
+def test_a_name_that_is_none_is_an_answer_as_any_other(kubelet: KubeletSettings, host: str) -> None:
+    with pytest.raises(KubeletError, match=host):
+        Kubelet(replace(kubelet, host=host)).fetch()
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), MemoryError(), RuntimeError("odd")])
+def test_no_error_ends_who_asks(error: Exception) -> None:
+    # GIVEN a kubelet that is there after errors that nobody has foreseen
+    answers = iter([error, error])
+
+    def fetch() -> PodList:
+        if (one := next(answers, None)) is not None:
+            raise one
+        return _SOME
+
+    watch = PodWatch(fetch, back_off_s=0.01)
+    watch.start()
+    # THEN it is asked again, and what was wrong was counted
+    wait_until(lambda: watch.answers == 1)
+    assert watch.failures == 2 and watch.pods is _SOME and watch.error == ""
+    watch.stop()
+
+
 def test_whoever_asks_does_not_wait_for_a_kubelet_that_hangs() -> None:
     hung = threading.Event()
 
