@@ -166,9 +166,7 @@ class DirectoryEngine:
 
     def query(self, statement: str, parameters: Mapping[str, Parameter] | None = None) -> Answer:
         """Asks."""
-        if ";" in _QUOTED.sub("", statement).rstrip().rstrip(";"):
-            # A server refuses them; the engine here would run one after the other.
-            raise StoreError("several statements in one question")
+        _refuse_what_writes(statement)
         self._choose()
         values = {k: parameter_text(v) for k, v in (parameters or {}).items()}
         return _answer(self._run(statement, values))
@@ -232,10 +230,28 @@ def open_store(
 # Of a setting: it stands in a statement.
 _PLAIN_VALUE = re.compile(r"[A-Za-z0-9_./:-]{1,200}")
 
-# What may hold a ";" that ends no statement.
+# What no keyword and no end of a statement stands in: strings, names and comments.
 _QUOTED = re.compile(
-    r"'(?:[^'\\]|\\.)*'|`[^`]*`|\"(?:[^\"\\]|\\.)*\"|--[^\n]*|/\*.*?\*/", re.DOTALL
+    r"'(?:[^'\\]|\\.)*'|`(?:[^`\\]|\\.)*`|\"(?:[^\"\\]|\\.)*\"|\$(\w*)\$.*?\$\1\$"
+    r"|--[^\n]*|#[ !][^\n]*|/\*.*?\*/",
+    re.DOTALL,
 )
+
+# Both write files of whoever asks, which the engine's read-only mode lets through.
+_WRITES = re.compile(r"\bINTO\s+OUTFILE\b|\bINSERT\b", re.IGNORECASE)
+
+
+def _refuse_what_writes(statement: str) -> None:
+    """Raises StoreError for what a server refuses, and the engine here would do."""
+    words = _QUOTED.sub(" ", statement)
+    if ";" in words.rstrip().rstrip(";"):
+        raise StoreError("several statements in one question", "ask one after the other")
+    if _WRITES.search(words):
+        raise StoreError(
+            "a question may only read: no INSERT, no INTO OUTFILE",
+            "aiflame query sql --json ... > FILE",
+        )
+
 
 # What the engine makes in each directory of its own.
 _MARKS = ("data", "metadata", "store")
