@@ -35,6 +35,7 @@ from aiflame.agent.outfile import try_folder
 from aiflame.agent.processes.container_names import engine_directories
 from aiflame.agent.processes.targets import cgroup2_mounts
 from aiflame.agent.rights import Capability
+from aiflame.agent.tls import client_context
 
 # For children of `inspector/`, which read files and memory of targets as `nobody`.
 CHILD_RIGHTS = (Capability.SETUID, Capability.SETGID, Capability.SETPCAP, Capability.KILL)
@@ -121,7 +122,9 @@ def captures(context: Context) -> Finding:
     if settings is None:
         return skip("no captures are kept: there is no [sinks.captures]")
     try:
-        try_folder(settings.directory)
+        # The agent makes a directory that is not there, in one that is.
+        is_new = not os.path.lexists(settings.directory)
+        try_folder(settings.directory.parent if is_new else settings.directory)
     except (OSError, UsageError) as error:
         words = error.strerror if isinstance(error, OSError) else str(error)
         return warn(
@@ -142,7 +145,7 @@ def back_ends(context: Context) -> Finding:
         return skip("no back-end is named")
     complaints = [words for name, each in urls.items() if (words := _complaint(name, each))]
     if complaints:
-        return warn("; ".join(complaints), "see `url` and `ca_file` of that sink, and firewalls")
+        return warn("; ".join(complaints), "see `url` and the files of that sink, and firewalls")
     return ok(f"{', '.join(urls)} can be reached")
 
 
@@ -193,17 +196,19 @@ def _config(context: Context) -> AgentConfig:
 
 def _complaint(name: str, settings: Any) -> str:
     """Returns what is wrong on the way to a back-end, "" where nothing is."""
-    url = urlsplit(settings.url)
-    host, is_tls = url.hostname or "", url.scheme == "https"
+    is_tls = urlsplit(settings.url).scheme == "https"
     files = ("token_file", "password_file")
     has_secret = any(getattr(settings, each, None) is not None for each in files)
     is_insecure = getattr(settings, "insecure", False)
     try:
-        address = (host, url.port or (443 if is_tls else 80))
-        with contextlib.closing(socket.create_connection(address, _CONNECT_S)) as plain:
-            if is_tls:
-                with _trust(settings.ca_file, is_insecure).wrap_socket(plain, server_hostname=host):
+        host, port = settings.address
+        trust = _trust(settings, is_insecure) if is_tls else None
+        with contextlib.closing(socket.create_connection((host, port), _CONNECT_S)) as plain:
+            if trust is not None:
+                with trust.wrap_socket(plain, server_hostname=host):
                     pass
+    except UsageError as error:
+        return f"{name}: {error}"
     except OSError as error:
         return f"{name}: {settings.url} cannot be reached: {error.strerror or error}"
     if has_secret and is_insecure and not is_loopback(host):
@@ -212,8 +217,8 @@ def _complaint(name: str, settings: Any) -> str:
     return ""
 
 
-def _trust(ca_file: Path | None, is_insecure: bool) -> ssl.SSLContext:
-    found = ssl.create_default_context(cafile=ca_file)
+def _trust(settings: Any, is_insecure: bool) -> ssl.SSLContext:
+    found = client_context(settings.ca_file, settings.cert_file, settings.key_file)
     if is_insecure:
         found.check_hostname = False
         found.verify_mode = ssl.CERT_NONE

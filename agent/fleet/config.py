@@ -45,6 +45,8 @@ else:
     import tomli as tomllib
 
 _VARIABLE_PREFIX = "AIFLAME_"
+# What `aiflame query` and `aiflame store` read, whose shell may be the agent's, too.
+_STORE_VARIABLES = frozenset({"AIFLAME_STORE", "AIFLAME_STORE_USER", "AIFLAME_STORE_PASSWORD"})
 # How like another name one has to be: all have the prefix in common, and the names of services that
 # Kubernetes makes (AIFLAME_SERVICE_HOST, AIFLAME_PORT_80_TCP) are no misspelt settings.
 _NEAR = 0.85
@@ -320,7 +322,11 @@ def load(
         _lay_over(given, key, Given(value, flag_of(key)))
     known = {variable_of(key) for key in keys}
     # Kubernetes makes variables of the names of services: AIFLAME_SERVICE_HOST is one of these.
-    odd = sorted(n for n in environment if n.startswith(_VARIABLE_PREFIX) and n not in known)
+    odd = sorted(
+        name
+        for name in environment
+        if name.startswith(_VARIABLE_PREFIX) and name not in known | _STORE_VARIABLES
+    )
     warnings = [f"{name} is no setting, and is ignored{_meant(name, known)}" for name in odd]
     config = _checked(given, tuple(warnings), refusals)
     _refuse_exposed(config, given, path)

@@ -90,6 +90,12 @@ class Settings:
         most=_MOST_KEEP_DAYS,
     )
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the server; raises UsageError where the URL is none."""
+        server = _server_of(self)
+        return server.host, server.port
+
 
 def make(settings: Settings, node: str) -> ClickHouseSink:
     """Make the sink of a host. Its name is in the labels of what is inserted.
@@ -97,6 +103,13 @@ def make(settings: Settings, node: str) -> ClickHouseSink:
     Raises:
         UsageError: The settings make no sense, or its password would be sent in the clear.
     """
+    server = _server_of(settings)
+    server.password({})
+    server.tls()
+    return ClickHouseSink(server, cluster=settings.cluster, keep_days=settings.keep_days)
+
+
+def _server_of(settings: Settings) -> Server:
     parts = urlsplit(settings.url)
     if parts.username or parts.password or parts.query or parts.fragment:
         raise UsageError(
@@ -106,7 +119,7 @@ def make(settings: Settings, node: str) -> ClickHouseSink:
     scheme = "clickhouses" if parts.scheme == "https" else "clickhouse"
     place = address_of(f"{scheme}://{parts.netloc}/{settings.database}", {})
     assert isinstance(place, Server)  # noqa: S101 - it has a scheme
-    server = replace(
+    return replace(
         place,
         name=settings.url,
         user=settings.user,
@@ -118,9 +131,6 @@ def make(settings: Settings, node: str) -> ClickHouseSink:
         # Of the agent's environment only its own keys are read.
         password_variable="",
     )
-    server.password({})
-    server.tls()
-    return ClickHouseSink(server, cluster=settings.cluster, keep_days=settings.keep_days)
 
 
 def describe(settings: Settings) -> str:

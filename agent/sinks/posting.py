@@ -74,6 +74,12 @@ class PostSettings:
     # As `pyroscope.write` of Grafana Alloy.
     timeout_s: float = 10.0
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the back-end."""
+        parts = urlsplit(self.url)
+        return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -171,9 +177,7 @@ class Poster:
         return answer
 
     def _connected(self) -> socket.socket:
-        default = 443 if self._tls is not None else 80
-        address = (self._url.hostname or "", self._url.port or default)
-        return socket.create_connection(address, self._settings.timeout_s)
+        return socket.create_connection(self._settings.address, self._settings.timeout_s)
 
     def _exchange(self, plain: socket.socket, body: bytes, headers: Mapping[str, str]) -> Answer:
         host = self._url.hostname or ""

@@ -127,6 +127,8 @@ def test_captures_are_tried_where_they_are_to_go(tmp_path: Path) -> None:
     assert agent.captures(context).status is Status.OK
     assert not list((tmp_path / "captures").iterdir())
     (tmp_path / "captures").rmdir()
+    assert agent.captures(context).status is Status.OK  # the agent makes it
+    context = _context(tmp_path, f'[sinks.captures]\ndirectory = "{tmp_path}/none/captures"')
     assert agent.captures(context).status is Status.WARN
 
 
@@ -141,6 +143,37 @@ def test_back_end_that_does_not_answer_is_named(tmp_path: Path, listening_port: 
         finding = agent.back_ends(_context(tmp_path, text))
     assert finding.status is Status.WARN
     assert finding.text == f"pyroscope: {url} cannot be reached: Connection refused"
+
+
+def test_back_ends_are_asked_as_their_sinks_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN URLs without a port
+    asked = []
+
+    def refuse(address: tuple[str, int], _: float) -> None:
+        asked.append(address)
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    for kind, url in [
+        *(("clickhouse", "http://127.0.0.1"), ("clickhouse", "https://ch/proxy")),
+        *(("otlp", "http://[::1]"), ("pyroscope", "https://p")),
+    ]:
+        text = f'[sinks.{kind}]\nurl = "{url}"'
+        assert agent.back_ends(_context(tmp_path, text)).status is Status.WARN
+    # THEN it is the port of that back-end's kind
+    assert asked == [("127.0.0.1", 8123), ("ch", 8443), ("::1", 80), ("p", 443)]
+
+
+def test_certificates_that_cannot_be_read_are_told_before_an_agent_starts(
+    tmp_path: Path, listening_port: int
+) -> None:
+    files = f'cert_file = "{tmp_path}/cert.pem"\nkey_file = "{tmp_path}/key.pem"'
+    text = f'[sinks.clickhouse]\nurl = "https://127.0.0.1:{listening_port}"\n{files}'
+    finding = agent.back_ends(_context(tmp_path, text))
+    assert finding.status is Status.WARN
+    assert f"{tmp_path}/cert.pem and {tmp_path}/key.pem: no certificate and key" in finding.text
 
 
 def test_kubelet_is_asked_only_where_one_is_named(

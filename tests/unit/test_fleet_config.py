@@ -211,7 +211,9 @@ def test_the_variable_or_flag_is_named(tmp_path: Path) -> None:
 
 
 def test_names_that_kubernetes_makes_are_no_error() -> None:
-    config = load(None, {}, {"AIFLAME_SERVICE_HOST": "10.0.0.1", "HOME": "/root"})
+    # GIVEN such a name, and one that `aiflame query` reads
+    environment = {"AIFLAME_SERVICE_HOST": "10.0.0.1", "AIFLAME_STORE": "fleet", "HOME": "/root"}
+    config = load(None, {}, environment)
     assert config.warnings == ("AIFLAME_SERVICE_HOST is no setting, and is ignored",)
     # AND one that is misspelt is told what it may be
     (warning,) = load(None, {}, {"AIFLAME_FREQUNCY_HZ": "9"}).warnings
