@@ -27,7 +27,7 @@ from aiflame.agent.commands.report_output import (
 )
 from aiflame.agent.commands.store_options import add_store_argument, named_store
 from aiflame.agent.commands.tables import add_limit, positive, print_tables
-from aiflame.agent.errors import AiflameError, UsageError
+from aiflame.agent.errors import UsageError
 from aiflame.agent.model.profile import NS_PER_S
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
 from aiflame.agent.reports.base import Leaf
@@ -50,9 +50,11 @@ from aiflame.agent.store.selector import (
     AGENT_LABELS,
     CLASS_WORDS,
     LABELS,
+    NothingThere,
     Selector,
     held_range,
     holds,
+    moment_words,
     nothing_there,
 )
 
@@ -158,7 +160,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="value of {NAME:Type} in the statement; may be repeated",
     )
-    add_limit(sql, _DEFAULT_LIMIT)
+    add_limit(sql, None)
 
 
 def _add_selection(parser: Any, labels: tuple[str, ...] = LABELS) -> None:
@@ -298,8 +300,8 @@ def _agents(engine: Engine, args: argparse.Namespace) -> int:
 
 
 def _print(engine: Engine, selector: Selector, table: Table) -> int:
-    """Prints a table; raises NothingThere where labels leave nothing of the store."""
-    if not table.rows and selector.labels and not holds(engine, selector):
+    """Prints a table; raises NothingThere where the store has nothing of what is asked for."""
+    if not table.rows and not holds(engine, selector):
         raise nothing_there(engine, selector)
     print_tables([table])
     return 0
@@ -394,9 +396,10 @@ def _sql(engine: Engine, args: argparse.Namespace) -> int:
         parameters[name] = value
     found = engine.query(args.statement, parameters)
     if args.json:
-        for row in found.rows:
+        for row in found.rows[: args.limit]:
             sys.stdout.write(json.dumps(dict(zip(found.columns, row, strict=True))) + "\n")
         return 0
+    most = args.limit or _DEFAULT_LIMIT
     numeric = [
         any(type(row[i]) in (int, float) for row in found.rows) for i in range(len(found.columns))
     ]
@@ -409,8 +412,8 @@ def _sql(engine: Engine, args: argparse.Namespace) -> int:
                     f"{'>' if is_number else ''}{showable(name)}"
                     for name, is_number in zip(found.columns, numeric, strict=True)
                 ),
-                tuple(tuple(_cell(value) for value in row) for row in found.rows[: args.limit]),
-                max(0, len(found.rows) - args.limit),
+                tuple(tuple(_cell(value) for value in row) for row in found.rows[:most]),
+                max(0, len(found.rows) - most),
             )
         ]
     )
@@ -444,16 +447,25 @@ def _range(engine: Engine, args: argparse.Namespace, is_all: bool) -> tuple[int,
         return args.from_s, args.to_s
     first, last = held_range(engine)
     if args.from_s is not None or args.to_s is not None or (is_all and args.last_ns is None):
-        begin, end = args.from_s or first, args.to_s or last
+        begin = first if args.from_s is None else args.from_s
+        end = last if args.to_s is None else args.to_s
         if end <= begin:
-            raise AiflameError("the store holds nothing of that time", "ask for another time")
+            raise NothingThere(
+                "the store holds nothing of that time",
+                f"it has what was between {moment_words(first)} and {moment_words(last)}",
+            )
         return begin, end
     # A young store has less: rates and titles are of what it holds.
     return max(first, last - (args.last_ns or _DEFAULT_LAST_NS) // NS_PER_S), last
 
 
 def moment_s(text: str) -> int:
-    """Return a time in seconds of Unix; for argparse."""
+    """Return a time in seconds of Unix; for argparse.
+
+    Eight digits are a day, as ISO 8601 has it: as seconds they were of 1970.
+    """
+    if re.fullmatch(r"\d{8}", text):
+        text = f"{text[:4]}-{text[4:6]}-{text[6:]}"
     if re.fullmatch(r"\d{1,10}", text) and int(text) < 2**32:
         return int(text)
     try:
@@ -464,7 +476,7 @@ def moment_s(text: str) -> int:
         found = found.replace(tzinfo=timezone.utc)
     if found is None or not 0 <= found.timestamp() < 2**32:
         raise argparse.ArgumentTypeError(
-            f"not a time: {text} (2026-11-23, 2026-11-23T14:30, seconds of Unix)"
+            f"not a time: {text} (2026-11-23, 20261123, 2026-11-23T14:30, seconds of Unix)"
         )
     return int(found.timestamp())
 

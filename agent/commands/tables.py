@@ -53,7 +53,7 @@ def print_tables(tables: Iterable[Table]) -> None:
             console.print(line)
 
 
-def add_limit(parser: Any, default: int, rows: str = "rows") -> None:
+def add_limit(parser: Any, default: int | None, rows: str = "rows") -> None:
     """Adds -n, which says how many rows a table has; `rows` says of what."""
     parser.add_argument(
         "-n",

@@ -219,6 +219,13 @@ def grown(functions: Sequence[Compared], by: float) -> tuple[Compared, ...]:
     return tuple(found for found in functions if found.change.low > by)
 
 
+def whose_time(*, is_self: bool) -> str:
+    """Returns which time of a function shares are of, for the caption of a table."""
+    if is_self:
+        return "by itself, waits without the kernel, libc and Python's own"
+    return "with all that it calls"
+
+
 def changes_table(
     functions: Sequence[Compared], limit: int, whole: str, *, is_sure: bool = True
 ) -> Table:

@@ -23,6 +23,7 @@ from aiflame.agent.reports.change import (
     by_difference,
     change,
     changes_table,
+    whose_time,
 )
 from aiflame.agent.reports.own_code import charged_frames, functions_of, innermost_functions
 from aiflame.agent.reports.rows import label_of
@@ -73,9 +74,6 @@ class Comparison:
             limit: At most so many rows.
             is_sure: There is enough to tell what chance leaves open.
         """
-        what = "with all that it calls"
-        if self.is_self:
-            what = "by itself, waits without the kernel, libc and Python's own"
         sure = ""
         if is_sure:
             sure = (
@@ -89,7 +87,9 @@ class Comparison:
                 ("base", "new"), (self.of.base, self.of.new), self.samples, strict=True
             )
         )
-        whole = f"shares of a side's {self.of.time}, {what}{sure}. {sides}"
+        whole = (
+            f"shares of a side's {self.of.time}, {whose_time(is_self=self.is_self)}{sure}. {sides}"
+        )
         return changes_table(self.functions, limit, whole, is_sure=is_sure)
 
 

@@ -15,6 +15,7 @@ from aiflame.agent.reports.change import (
     change,
     changes_table,
     refuse_too_few,
+    whose_time,
 )
 from aiflame.agent.reports.table import Table
 from aiflame.agent.store.engine import Engine, Parameter
@@ -54,7 +55,6 @@ class Comparison:
 
     def table(self, limit: int, words: tuple[str, str], time_words: str, is_self: bool) -> Table:
         """Returns it as a table."""
-        what = "by itself" if is_self else "with all that it calls"
         sides = "; ".join(
             f"{name}: {count:,} samples of {hosts:,} hosts, {said}"
             for name, count, hosts, said in zip(
@@ -65,9 +65,9 @@ class Comparison:
         return changes_table(
             self.functions,
             limit,
-            f"shares of a side's {time_words}, {what}; 90 % sure: the difference is between low and"
-            f" high, for all {self.considered:,} functions at once, as far as {chance} differ by"
-            f" chance. {sides}",
+            f"shares of a side's {time_words}, {whose_time(is_self=is_self)}; 90 % sure: the"
+            f" difference is between low and high, for all {self.considered:,} functions at once,"
+            f" as far as {chance} differ by chance. {sides}",
         )
 
 

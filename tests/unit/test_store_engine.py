@@ -264,6 +264,42 @@ def test_questions_change_nothing(store: DirectoryEngine, statement: str) -> Non
     reader.close()
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SELECT 1 INTO OUTFILE '{0}'",
+        "SELECT 1 into/**/outfile '{0}'",
+        "SELECT 1 INTO -- x\nOUTFILE '{0}'",
+        "SELECT 1 INTO #! x\nOUTFILE '{0}'",
+        "SELECT $$'$$ AS a INTO OUTFILE '{0}'",
+        "SELECT 1 AS `a\\`` INTO OUTFILE '{0}'",
+        "INSERT INTO FUNCTION file('{0}', 'CSV', 'a Int8') SELECT 1",
+        "WITH 1 AS a INSERT INTO FUNCTION file('{0}', 'CSV', 'a Int8') SELECT a",
+    ],
+)
+def test_questions_write_no_files(store: DirectoryEngine, tmp_path: Path, statement: str) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(StoreError, match="may only read"):
+        store.query(statement.format(out))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SELECT 'into outfile'",
+        "SELECT 1 AS `insert`",
+        "SELECT $x$insert ' into$x$",
+        "SELECT 1 -- insert ; into outfile",
+        "SELECT /* ; insert */ 1;",
+    ],
+)
+def test_words_of_values_and_comments_forbid_nothing(
+    store: DirectoryEngine, statement: str
+) -> None:
+    assert len(store.query(statement).rows) == 1
+
+
 def test_answers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engines._LIMITS, "max_result_rows", "1000")
     engine = open_store(str(tmp_path / "fleet"), is_read_only=True, is_new=True)
@@ -760,7 +796,17 @@ def test_what_is_asked_for_by_words(
     assert (code, out) == (0, '{"x": "a\'b", "n": 1}\n')
     code, out, _ = query("sql", "SELECT number AS n FROM numbers(30)", "-n", "3")
     assert "... and 27 more" in out
-    assert query("top", "--from", "2001-01-01", "--to", "2001-01-02")[0] == 0
+    code, out, _ = query("sql", "SELECT number AS n FROM numbers(30)", "--json")
+    assert (code, out.count("\n")) == (0, 30)
+    code, out, _ = query("sql", "SELECT number AS n FROM numbers(30)", "--json", "-n", "3")
+    assert (code, out.count("\n")) == (0, 3)
+    for question in ("top", "kernels", "stalls", "agents"):
+        code, out, said = query(question, "--from", "20010101", "--to", "2001-01-02")
+        assert (code, out) == (4, ""), question
+        assert "2001-01-01 00:00" in said
+        code, _, said = query(question, "--to", "0")
+        assert code == 4
+        assert f"between {moment_words(_BEGIN_S)} and " in said
     # A store of less than an hour tells the time that it holds.
     code, out, _ = query("top", "--class", "all")
     assert f", {moment_words(_BEGIN_S)} to " in " ".join(out.split())
