@@ -166,7 +166,7 @@ def kubelet(context: Context) -> Finding:
 
 
 def engines(_: Context) -> Finding:
-    """Are the files here in which container engines keep the names of containers?"""
+    """Are the files here in which container engines keep names and labels of containers?"""
     here = [path for path in engine_directories(Path("/")) if path.is_dir()]
     try:
         on_host = [path for path in engine_directories(_HOST_ROOT) if path.is_dir()]
@@ -174,7 +174,9 @@ def engines(_: Context) -> Finding:
         unseen = f"the host's files cannot be seen: {error.strerror}"
         if not here:
             return skip(unseen)
-        return ok(f"names of containers are read from {', '.join(map(str, here))}; {unseen}")
+        return ok(
+            f"names and labels of containers are read from {', '.join(map(str, here))}; {unseen}"
+        )
     hidden = [f"/{path.relative_to(_HOST_ROOT)}" for path in on_host]
     hidden = [path for path in hidden if Path(path) not in here]
     if hidden:
@@ -185,7 +187,7 @@ def engines(_: Context) -> Finding:
         )
     if not here:
         return ok("neither docker, podman nor CRI-O keep names of containers on this host")
-    return ok(f"names of containers are read from {', '.join(map(str, here))}")
+    return ok(f"names and labels of containers are read from {', '.join(map(str, here))}")
 
 
 def _config(context: Context) -> AgentConfig:

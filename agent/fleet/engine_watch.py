@@ -4,6 +4,9 @@
 An engine may forget a container as soon as it ends (`podman run --rm`), which is often before the
 window is closed in which it ran. So what engines keep on disk (`processes.container_names`) is read
 whenever it changes, which inotify(7) tells, and kept for whoever asks later.
+
+podman writes a container's name to one file and its labels to another, some 20 ms later. So labels
+that are not there yet are looked for again after a while.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from aiflame.agent.processes.container_names import (
@@ -23,6 +27,7 @@ from aiflame.agent.processes.container_names import (
     facts_in,
     facts_of,
     is_state_directory,
+    labelled,
     state_directories,
 )
 
@@ -35,6 +40,10 @@ _LOOK_S = 10.0
 # Lists of many containers take long to read, and change with each of them: reading may take this
 # share of one CPU at most.
 _READING_SHARE = 0.05
+
+# When labels are looked for that were not there with the name, from then on: until 6 s have passed,
+# on slow disks. Others are read when somebody asks for the container.
+_AGAIN_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 
 # include/uapi/linux/inotify.h; struct inotify_event is followed by a name of `len` bytes.
 _EVENT = struct.Struct("iIII")
@@ -63,6 +72,8 @@ class EngineWatch:
         self._lock = threading.Lock()
         self._watched: dict[int, Path] = {}
         self._of_containers: OrderedDict[Path, int] = OrderedDict()
+        # Of containers whose labels are to be looked for: after how many times, and when.
+        self._unlabelled: dict[str, tuple[int, float]] = {}
         self._inotify = int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
         self._ends, self._end = os.pipe2(os.O_CLOEXEC)
         self._look()
@@ -78,7 +89,8 @@ class EngineWatch:
         wanted = [*ids]
         with self._lock:
             found = {key: self._known[key] for key in wanted if key in self._known}
-        return found | facts_of([key for key in wanted if key not in found], self._root)
+        known = {key for key, facts in found.items() if not facts.may_have_labels}
+        return found | facts_of([key for key in wanted if key not in known], self._root)
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -97,7 +109,8 @@ class EngineWatch:
         ready_s = 0.0
         while True:
             now_s = time.monotonic()
-            wait_s = (ready_s if changed else looked_s + _LOOK_S) - now_s
+            wait_s = ready_s if changed else looked_s + _LOOK_S
+            wait_s = min(wait_s, max(self._again_s(), ready_s)) - now_s
             if any(fd == self._ends for fd, _ in poll.poll(max(wait_s, 0) * 1000)):
                 return
             for path in self._events():
@@ -106,11 +119,12 @@ class EngineWatch:
             if begun_s - looked_s >= _LOOK_S:
                 looked_s = begun_s
                 self._look()
-            if changed and begun_s >= ready_s:
+            if (changed or begun_s >= self._again_s()) and begun_s >= ready_s:
                 begun_cpu_s = time.thread_time()
                 for path in changed:
                     self._read(path)
                 changed.clear()
+                self._look_for_labels()
                 taken_s = time.thread_time() - begun_cpu_s
                 ready_s = time.monotonic() + taken_s / _READING_SHARE
 
@@ -152,12 +166,52 @@ class EngineWatch:
         found = facts_in(path)
         if path.parent.name in found:  # a file for one container, which tells nothing else later
             self._leave(path.parent)
+        new = {}
+        for key, facts in found.items():
+            known = self._known.get(key)
+            if known is None:
+                new[key] = facts
+            elif facts.may_have_labels:  # of a list: names change, labels do not
+                found[key] = replace(
+                    facts, labels=known.labels, may_have_labels=known.may_have_labels
+                )
+        new = labelled(new, self._root)
+        self._keep(found | new)
+        self._look_again(new, dict.fromkeys(new, 0))
+
+    def _keep(self, found: Mapping[str, EngineFacts]) -> None:
         with self._lock:
             for key, facts in found.items():
                 self._known[key] = facts
                 self._known.move_to_end(key)
             while len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
+
+    def _look_again(self, found: Mapping[str, EngineFacts], tries: Mapping[str, int]) -> None:
+        """Has labels that are not there yet looked for after a while.
+
+        Args:
+            found: By ids of containers.
+            tries: How often theirs were already.
+        """
+        now_s = time.monotonic()
+        for key, facts in found.items():
+            if facts.may_have_labels and tries[key] < len(_AGAIN_S):
+                self._unlabelled[key] = (tries[key] + 1, now_s + _AGAIN_S[tries[key]])
+
+    def _again_s(self) -> float:
+        return min((when_s for _, when_s in self._unlabelled.values()), default=float("inf"))
+
+    def _look_for_labels(self) -> None:
+        now_s = time.monotonic()
+        due = {key: count for key, (count, when_s) in self._unlabelled.items() if when_s <= now_s}
+        for key in due:
+            del self._unlabelled[key]
+        found = {key: self._known[key] for key in due if key in self._known}
+        if found:
+            found = labelled(found, self._root)
+            self._keep(found)
+            self._look_again(found, due)
 
     def _enter(self, folder: Path) -> None:
         """Watches a new directory, of a container or of a storage driver."""

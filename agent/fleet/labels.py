@@ -38,10 +38,11 @@ from aiflame.agent.processes.identity import Container, Engine, Identity, identi
 KEPT_S = 600.0
 # Containers that are known at a time; past it, those that were not seen for longest are forgotten.
 _MAX_KNOWN = 8192
-# How soon engines' files are read again for a container that is not in them.
-_ASK_AGAIN_S = 5.0
+# How soon engines' files are read again for a container that is not in them, and for one of which
+# only the labels are not: rules may leave it out, and what is in the way is over in some 20 ms.
+_ASK_AGAIN_S, _LABELS_AGAIN_S = 5.0, 0.5
 # How long the kubelet is asked for one at once: what it has not told by then, as sandboxes, is left
-# to its regular answers.
+# to its regular answers. As long podman's files are read for labels.
 _ASKED_FOR_S = 60.0
 
 # Back-ends take 128 to 1,024 characters; Kubernetes allows 253 in a name.
@@ -288,13 +289,13 @@ class Labeller:
             of_pod = self._pods.pods.containers.get(container.id)
             if of_pod is not None:
                 self._take(known, of_pod)
-            elif known.facts is None:
+            elif _is_to_be_asked(known, now_s):
                 if _is_of_kubelet(container.path):
                     uid = identity_of(container.path).pod_uid
                     known.pod = self._pods.pods.pods.get(uid, known.pod)
                     if now_s - known.first_s <= _ASKED_FOR_S:
                         self._pods.ask()
-                elif now_s - known.asked_s >= _ASK_AGAIN_S:
+                elif now_s - known.asked_s >= _pause_s(known):
                     known.asked_s = now_s
                     missing.append(container.id)
         if missing:
@@ -455,6 +456,18 @@ class Labeller:
         services[service] = now_s
         services.move_to_end(service)
         return service
+
+
+def _is_to_be_asked(known: _Known, now_s: float) -> bool:
+    """Whether not all is known of a container, and it may be by now."""
+    facts = known.facts
+    if isinstance(facts, EngineFacts) and facts.may_have_labels:
+        return now_s - known.first_s <= _ASKED_FOR_S
+    return facts is None
+
+
+def _pause_s(known: _Known) -> float:
+    return _ASK_AGAIN_S if known.facts is None else _LABELS_AGAIN_S
 
 
 def plain(text: str) -> str:

@@ -28,7 +28,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -285,7 +285,7 @@ class RootlessEngines:
     def _take(self, user: _User, container_id: str, facts: EngineFacts) -> None:
         name, image = facts.name[:_MAX_TEXT], facts.image[:_MAX_TEXT]
         with self._lock:
-            user.known[container_id] = replace(facts, name=name, image=image, labels=())
+            user.known[container_id] = EngineFacts(name, image)
             user.known.move_to_end(container_id)
             while len(user.known) > _MAX_KNOWN:
                 user.known.popitem(last=False)

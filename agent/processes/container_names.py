@@ -4,9 +4,8 @@
 No engine is asked: its socket has all rights of root's. docker writes the state of each container
 into a file of its own (moby, daemon/container/container.go: config.v2.json, the name after a "/").
 podman and CRI-O share a storage library with one list of containers for each storage driver
-(containers/storage, containers.go); those of `podman run --rm` are in a second list.
-
-Of podman there are no labels: these are in a database that its commands hold a lock on.
+(containers/storage, containers.go); those of `podman run --rm` are in a second list. Labels are not
+in these: podman has them in a database (`podman_state`). Of CRI-O there are none.
 
 Both keep them where they were told to, if they were (`engine_settings`), and what they had until
 then stays where it was: all of these places are looked at.
@@ -19,15 +18,15 @@ otherwise (fleet/rootless.py), and read as what they are here.
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from aiflame.agent.processes import podman_state
+from aiflame.agent.processes.engine_files import content
 from aiflame.agent.processes.engine_settings import (
     MAX_SETTINGS_BYTES,
     StorageConf,
@@ -67,11 +66,14 @@ class EngineFacts:
         name: As its users know it.
         image: As it was asked for, mostly a name with a tag.
         labels: Of image and container. Whoever made them chose all they say.
+        may_have_labels: Whether they are somewhere else, and could not be read, or are not there
+            yet: it helps to ask again.
     """
 
     name: str = ""
     image: str = ""
     labels: tuple[tuple[str, str], ...] = ()
+    may_have_labels: bool = False
 
 
 def names_of(ids: Iterable[str], root: Path = Path("/")) -> dict[str, str]:
@@ -81,7 +83,7 @@ def names_of(ids: Iterable[str], root: Path = Path("/")) -> dict[str, str]:
         ids: 64 hex digits each.
         root: Where the engines' files are; another one in tests.
     """
-    return {key: facts.name for key, facts in facts_of(ids, root).items()}
+    return {key: facts.name for key, facts in _facts(ids, root).items()}
 
 
 def facts_of(ids: Iterable[str], root: Path = Path("/")) -> dict[str, EngineFacts]:
@@ -91,6 +93,29 @@ def facts_of(ids: Iterable[str], root: Path = Path("/")) -> dict[str, EngineFact
         ids: As for names_of; others are not looked for.
         root: As for names_of.
     """
+    return labelled(_facts(ids, root), root)
+
+
+def labelled(found: Mapping[str, EngineFacts], root: Path = Path("/")) -> dict[str, EngineFacts]:
+    """Returns facts with the labels that podman has of those who may have some.
+
+    Args:
+        found: By ids of containers.
+        root: As for names_of.
+    """
+    missing = [key for key, facts in found.items() if facts.may_have_labels]
+    paths = podman_state.databases(_storage_roots(root)) if missing else []
+    told = podman_state.configurations(paths, missing)
+    whole = {**found}
+    for key in missing:
+        # Of CRI-O, which has the same lists, nothing is anywhere else.
+        labels = _labels(_member(_json(told.get(key, b"")), "labels"))
+        may_have_labels = bool(paths) and key not in told
+        whole[key] = replace(found[key], labels=labels, may_have_labels=may_have_labels)
+    return whole
+
+
+def _facts(ids: Iterable[str], root: Path) -> dict[str, EngineFacts]:
     wanted = frozenset(each for each in ids if _ID.fullmatch(each))
     found = _storage_facts(root, wanted) if wanted else {}
     folders = [folder / "containers" for folder in _docker_roots(root)]
@@ -104,13 +129,14 @@ def facts_in(path: Path) -> dict[str, EngineFacts]:
     """Returns what one file of an engine's tells, by ids of containers.
 
     Args:
-        path: Of a file; one that engines keep under another name tells nothing.
+        path: Of a file; one that engines keep under another name tells nothing. A list tells of
+            no labels (`labelled`).
     """
     if path.name in STORAGE_LISTS:
-        return listed_facts(_read(path, _MAX_LIST_BYTES))
+        return listed_facts(content(path, _MAX_LIST_BYTES))
     if path.name != DOCKER_STATE or not is_container_id(path.parent.name):
         return {}
-    facts = docker_facts(_read(path, _MAX_CONTAINER_BYTES))
+    facts = docker_facts(content(path, _MAX_CONTAINER_BYTES))
     return {} if facts is None else {path.parent.name: facts}
 
 
@@ -139,12 +165,15 @@ def docker_facts(text: bytes) -> EngineFacts | None:
     if not name:
         return None
     settings = state.get("Config")
-    labels = settings.get("Labels") if isinstance(settings, dict) else None
-    return EngineFacts(name, _text(settings, "Image"), _labels(labels))
+    return EngineFacts(name, _text(settings, "Image"), _labels(_member(settings, "Labels")))
+
+
+def _member(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, dict) else None
 
 
 def _text(value: Any, key: str) -> str:
-    found = value.get(key) if isinstance(value, dict) else None
+    found = _member(value, key)
     return found[:_MAX_TEXT] if isinstance(found, str) else ""
 
 
@@ -189,13 +218,13 @@ def system_storage_conf(root: Path = Path("/")) -> StorageConf:
         root: As for names_of.
     """
     for name in _STORAGE_SETTINGS:
-        if text := _read(root / name, MAX_SETTINGS_BYTES):
+        if text := content(root / name, MAX_SETTINGS_BYTES):
             return storage_conf(text)
     return StorageConf()
 
 
 def _docker_roots(root: Path) -> list[Path]:
-    moved = absolute(data_root(_read(root / _DOCKER_SETTINGS, MAX_SETTINGS_BYTES)))
+    moved = absolute(data_root(content(root / _DOCKER_SETTINGS, MAX_SETTINGS_BYTES)))
     return _places(root, _DOCKER_ROOTS, moved)
 
 
@@ -237,7 +266,7 @@ def _listed(containers: Any) -> Iterator[tuple[str, EngineFacts]]:
             container_id = entry.get("id")
             if isinstance(container_id, str) and _ID.fullmatch(container_id):
                 image = _image_of(entry.get("metadata"))
-                yield container_id, EngineFacts(names[0][:_MAX_TEXT], image)
+                yield container_id, EngineFacts(names[0][:_MAX_TEXT], image, (), True)
 
 
 def _image_of(metadata: Any) -> str:
@@ -253,21 +282,3 @@ def _json(text: bytes) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None  # it is damaged, or just being written
-
-
-def _read(path: Path, limit: int) -> bytes:
-    """Returns a file's content, none of one that is not root's or our own, or larger than that."""
-    try:
-        with open(path, "rb", opener=_open_without_waiting) as file:
-            facts = os.fstat(file.fileno())
-            if not stat.S_ISREG(facts.st_mode) or facts.st_uid not in (0, os.geteuid()):
-                return b""
-            text = file.read(limit + 1)
-        return text if len(text) <= limit else b""
-    except OSError:
-        return b""  # it is not there, or not readable
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    # A FIFO would have us wait for its writer.
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

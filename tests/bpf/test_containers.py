@@ -74,8 +74,7 @@ while time.process_time_ns() < end:
     pass
 """
 _BRIEF = f"{_SHORT}time.sleep(0.25)"
-# Children that are over within some milliseconds, 50 a second: of them there is hardly a sample.
-_FORKING = """
+_UNTIL_EOF = """
 import os, time
 print("ready", flush=True)
 input()
@@ -85,12 +84,23 @@ def is_over():
         return not os.read(0, 1)
     except BlockingIOError:
         return False
+"""
+# Children that are over within some milliseconds, 50 a second: of them there is hardly a sample.
+_FORKING = f"""{_UNTIL_EOF}
 while not is_over():
     child = os.fork()
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
     time.sleep(0.02)
+"""
+# A fifth of a CPU.
+_COMPUTING = f"""{_UNTIL_EOF}
+while not is_over():
+    end = time.process_time() + 0.01
+    while time.process_time() < end:
+        pass
+    time.sleep(0.04)
 """
 
 
@@ -115,10 +125,12 @@ class _Podman:
         return [*self.command, "run", "-i", *names, *options, *_OPTIONS, _IMAGE, *words]
 
     @contextmanager
-    def running(self, name: str, *words: object) -> Iterator[tuple[Workload, str, int]]:
+    def running(
+        self, name: str, *words: object, options: Sequence[object] = ()
+    ) -> Iterator[tuple[Workload, str, int]]:
         """Runs a workload in a container; yields it, the container's id, and its host's pid."""
         try:
-            with Workload(self.run_command(name, *words)) as workload:
+            with Workload(self.run_command(name, *words, options=options)) as workload:
                 said = self("inspect", f"{_OWN}-{name}", "--format", "{{.Id}} {{.State.Pid}}")
                 container_id, pid = said.split()
                 yield workload, container_id, int(pid)
@@ -507,6 +519,56 @@ def test_short_lived_processes_that_are_joined_have_their_container(
 
         # THEN what stands for those of each container is that container's
         wait_until(lambda: joined() == {*ids}, _PATIENCE_S)
+
+
+def test_rules_and_labels_by_what_podman_was_told_of_a_container(
+    podman: _Podman, tmp_path: Path, pyroscope: tuple[Pyroscope, str]
+) -> None:
+    receiver, url = pyroscope
+    options = ("--pod-labels", "team", "--exclude", "label:team=secret", "--stretch", "5s")
+    ids: dict[str, str] = {}
+    with ExitStack() as stack:
+        # GIVEN an agent, and containers that are told apart by a label
+        captures = stack.enter_context(_agent(tmp_path, url, *options))
+        computing = (_interpreter(), "-S", "-c", _COMPUTING)
+        for team in ("search", "secret"):
+            label = ("--label", f"team={team}", "--label", "other=none")
+            running = podman.running(team, *computing, options=label)
+            workload, ids[team], _ = stack.enter_context(running)
+            workload.go()
+
+        def computed(profile: Profile) -> dict[str, int]:
+            """Returns the time on a CPU of containers, by their ids."""
+            found: dict[str, int] = {}
+            for row in profile.samples[profile.samples["klass"] == SampleClass.ON_CPU]:
+                labels = profile.labels[profile.threads[row["thread"]].process]
+                if labels is not None and labels.container_id:
+                    assert labels.container_id != ids["search"] or labels.extra == (
+                        ("team", "search"),
+                    )
+                    found[labels.container_id] = found.get(labels.container_id, 0) + int(row["ns"])
+            return found
+
+        def excluded(profile: Profile) -> int:
+            return sum(loss.count for loss in profile.losses if loss.name == "excluded")
+
+        # WHEN a stretch is over that began after both
+        def whole() -> list[Profile]:
+            profiles = map(read_capture, captures.glob("*.aiflame"))
+            return [each for each in profiles if computed(each).get(ids["search"], 0) > 3e8]
+
+        wait_until(lambda: any(map(excluded, whole())), _PATIENCE_S)
+        found = whole()
+    # THEN what is recorded of the one has its label, here and in a back-end,
+    teams = {dict(labels).get("team") for _, labels in receiver.series}
+    assert "search" in teams
+    # AND of the other there is nothing anywhere: the kernel leaves it out.
+    assert "secret" not in teams
+    for profile in found:
+        assert ids["secret"] not in {each.container_id for each in profile.labels if each}
+    services = {dict(labels)["service_name"] for _, labels in receiver.series}
+    assert f"{_OWN}-search" in services
+    assert f"{_OWN}-secret" not in services
 
 
 @pytest.mark.breadth

@@ -6,6 +6,7 @@
     run.py segments COUNT      segments whose checksums fit, and captures made of them
     run.py captures COUNT      captures, read and rendered
     run.py bombs COUNT         small segments that unpack to windows as large as any
+    run.py databases COUNT     databases of container engines
 
 Says what was read, which exceptions were not foreseen, how much CPU time the slowest reader took,
 and the peak of memory so far. Ends with 1 if an exception was not foreseen, or something took more
@@ -24,7 +25,7 @@ from tempfile import TemporaryDirectory
 # Also when started as a program, the parts are `hostile.NAME`, as for the tests.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hostile import elf, perfmaps, recordings
+from hostile import databases, elf, perfmaps, recordings
 from hostile.outcome import Outcome, peak_bytes
 
 # What one case may take. Readers of files of targets are ended after MAX_CPU_S, which is 2 s, and a
@@ -36,6 +37,7 @@ _KINDS = {
     "segments": recordings.read_segments,
     "captures": recordings.read_captures,
     "bombs": recordings.read_bombs,
+    "databases": databases.read_databases,
 }
 
 

@@ -14,6 +14,7 @@ import pytest
 from aiflame.agent.fleet import engine_watch
 from aiflame.agent.fleet.engine_watch import EngineWatch
 from aiflame.agent.processes.container_names import EngineFacts
+from bolt_files import BoltFile
 from support import wait_until
 
 _WEB, _DB = "a" * 64, "b" * 64
@@ -52,6 +53,64 @@ def test_a_container_that_podman_has_forgotten(tmp_path: Path) -> None:
         # THEN they have their names
         ids = [f"{number:064x}" for number in range(20)]
         assert _known(watch, *ids) == {key: f"job-{n}" for n, key in enumerate(ids)}
+
+
+def _podman_state(storage: Path, labels: dict[str, dict[str, str]]) -> None:
+    """Writes what podman has of containers besides their names."""
+    containers = {
+        key.encode(): {b"config": json.dumps({"labels": each}).encode()}
+        for key, each in labels.items()
+    }
+    path = storage / "libpod/bolt_state.db"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(BoltFile({b"ctr": containers}).content())
+
+
+def test_labels_that_podman_writes_after_the_name(tmp_path: Path) -> None:
+    storage = tmp_path / "var/lib/containers/storage"
+    driver = storage / "overlay-containers"
+    driver.mkdir(parents=True)
+    _podman_state(storage, {})
+    with _watching(tmp_path) as watch:
+        # GIVEN a container whose name was read before its labels were there
+        _write(driver / "containers.json", [{"id": _WEB, "names": ["web"]}])
+        wait_until(lambda: watch._known, 10)
+        assert watch.facts_of([_WEB]) == {_WEB: EngineFacts("web", may_have_labels=True)}
+        # WHEN they come, and all is gone before anybody asks
+        _podman_state(storage, {_WEB: {"team": "a"}})
+        wait_until(lambda: watch._known[_WEB].labels, 10)
+        _write(driver / "containers.json", [])
+        _podman_state(storage, {})
+        # THEN they are known
+        assert watch.facts_of([_WEB]) == {_WEB: EngineFacts("web", labels=(("team", "a"),))}
+
+
+def test_labels_that_never_come_are_looked_for_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_watch, "_AGAIN_S", (0.001,) * 5)
+    looked: list[str] = []
+    labelled = engine_watch.labelled
+
+    def counted(found: dict[str, EngineFacts], root: Path) -> dict[str, EngineFacts]:
+        looked.extend(found)
+        return labelled(found, root)
+
+    monkeypatch.setattr(engine_watch, "labelled", counted)
+    storage = tmp_path / "var/lib/containers/storage"
+    driver = storage / "overlay-containers"
+    driver.mkdir(parents=True)
+    _podman_state(storage, {_DB: {"team": "a"}})
+    with _watching(tmp_path) as watch:
+        _write(driver / "containers.json", [{"id": _WEB, "names": ["web"]}])
+        wait_until(lambda: len(looked) == 6 and not watch._unlabelled, 10)
+        # AND a list that changes has others looked for, but not what is known
+        for name in ("db", "other"):
+            both = [{"id": _WEB, "names": ["web"]}, {"id": _DB, "names": [name]}]
+            _write(driver / "containers.json", both)
+            wait_until(lambda name=name: watch._known.get(_DB, EngineFacts()).name == name, 10)
+        assert watch._known[_DB] == EngineFacts("other", labels=(("team", "a"),))
+    assert looked == [_WEB] * 6 + [_DB]
 
 
 def test_a_container_that_docker_has_forgotten(tmp_path: Path) -> None:

@@ -249,6 +249,7 @@ def test_what_is_kept_is_what_was_known(tmp_path: Path) -> None:
     known = {
         "a" * 64: EngineFacts("web", "nginx", (("team", "\udcff\x1b[31m"),)),
         "b" * 64: PodContainer(_POD, "app", "nginx:1", "sha256:ab", "init"),
+        "c" * 64: EngineFacts("job", may_have_labels=True),
     }
     keep(tmp_path, known)
     keep(tmp_path, known)

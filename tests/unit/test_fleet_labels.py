@@ -329,6 +329,36 @@ def test_a_user_with_many_cgroups_forgets_nobodys_containers() -> None:
     assert [*labeller.known] == [_OTHER_ID]
 
 
+def test_labels_that_come_after_the_name_of_a_container() -> None:
+    engine, clock = _Engine(**{_ID: EngineFacts("web", may_have_labels=True)}), _Clock()
+    labeller = _labeller(None, engine, clock, "team")
+    assert _labels(labeller, f"/libpod_parent/libpod-{_ID}").service == "web"
+    # WHEN its engine has written them
+    engine.facts = {_ID: EngineFacts("web", "", (("team", "a"),))}
+    clock.now_s += 1
+    # THEN they are known, to rules as well, and it is not asked again
+    assert _labels(labeller, f"/libpod_parent/libpod-{_ID}").extra == (("team", "a"),)
+    assert labeller.of_group(f"/libpod_parent/libpod-{_ID}").tags == (("team", "a"),)
+    clock.now_s += 6
+    labeller.expect([f"/libpod_parent/libpod-{_ID}"])
+    assert engine.reads == [_ID] * 2
+
+
+def test_labels_that_never_come_are_not_asked_for_all_day() -> None:
+    engine, clock = _Engine(**{_ID: EngineFacts("web", may_have_labels=True)}), _Clock()
+    labeller = _labeller(None, engine, clock)
+    for _ in range(1000):
+        assert _labels(labeller, f"/libpod_parent/libpod-{_ID}").service == "web"
+        clock.now_s += 6
+    assert len(engine.reads) < 20
+    # AND not each time in a moment
+    engine.reads.clear()
+    other = _labeller(None, engine, _Clock())
+    for _ in range(100):
+        _labels(other, f"/libpod_parent/libpod-{_ID}")
+    assert engine.reads == [_ID]
+
+
 def test_an_unknown_container_has_its_id_until_the_kubelet_tells() -> None:
     pods = _Pods()
     labeller = _labeller(pods)
