@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unwind tables of binaries: from the cache on disk, which a child fills where one is missing.
 
-A child, since a file may be made to crash or stall whoever reads it.
+A child, since a file may be made to crash or stall whoever reads it. Those of tiny files come from
+the parsers that answer questions about files (`unwind.questions`), and are not in the cache.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from aiflame.agent.processes.binaries import VDSO_PATH, BinaryTable
+from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.symbols.known import KnownTables, known_directory
 from aiflame.agent.symbols.store import Store
-from aiflame.agent.target_files import TargetFile
-from aiflame.agent.unwind.build import load, name_of_small, require_supported
+from aiflame.agent.target_files import MAX_CPU_S
+from aiflame.agent.unwind.build import load, require_supported
+from aiflame.agent.unwind.questions import TINY_FILE_BYTES, TINY_TABLE
 from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.table_builder import TableBuilders
 
@@ -55,6 +57,7 @@ class CachedTables:
         self._store = Store(cache)
         self._known = KnownTables(known_directory("unwind"))
         self._names: dict[int, str] = {}  # of tables of files that were read before
+        self._unanswered: set[int] = set()  # tiny files whose tables a builder has to make
         # Descriptors of files that are not mapped yet, by numbers below those of binaries.
         self._expected: dict[int, int] = {}
         self._builder = TableBuilders(
@@ -67,7 +70,7 @@ class CachedTables:
         )
 
     def load(self, binary: int) -> UnwindTable | None:
-        """Returns a binary's table, None where the cache has none, or nobody maps it any more.
+        """Returns a binary's table, None where there is none yet, or nobody maps it any more.
 
         Raises:
             BadUnwindInfo: None can be made.
@@ -77,20 +80,31 @@ class CachedTables:
         if file is None or file.fd is None or elf is None:
             return None
         require_supported(elf)
+        if elf.size_bytes <= TINY_FILE_BYTES and binary not in self._unanswered:
+            table = self._answered(file.path, file.fd, binary)
+            if table is not None:
+                return table
         name = self._builder.name(binary) or self._names.get(binary)
         if name is None:
             name = self._names[binary] = self._known_name(binary)
         return load(name, self._store) if name else None
+
+    def _answered(self, path: str, fd: int, binary: int) -> UnwindTable | None:
+        """Returns the table of a tiny file, None where a builder has to make it."""
+        table, guard = None, self._binaries.guard
+        # Reading a remote one may take for ever. Who has not much of the parsers' time left needs
+        # it for what nobody else tells of a file.
+        if fd not in guard.remote and guard.allowance_s(os.fstat(fd).st_uid) >= MAX_CPU_S:
+            table = self._binaries.facts.ask(path, fd, TINY_TABLE)
+        if table is None:
+            self._unanswered.add(binary)
+        return table
 
     def _known_name(self, binary: int) -> str:
         """Returns the name of a table without reading all that it is made of, "" for none."""
         file, guard = self._binaries.files[binary], self._binaries.guard
         if file.fd is None or file.fd in guard.remote:
             return ""
-        if file.path == VDSO_PATH:
-            # Each recording has a file of its own with it, of 8 KB: a builder would be started each
-            # time only to find it in the cache.
-            return name_of_small(TargetFile(file.fd))
         return self._known.name(file.fd)
 
     def build(self, binary: int) -> bool:
@@ -104,9 +118,13 @@ class CachedTables:
     def expect(self, fd: int) -> None:
         """Has the table of a file built that nobody has mapped yet, if the cache has none.
 
+        That of a tiny file is made at once when somebody maps it.
+
         Args:
             fd: Of the file; it stays the caller's.
         """
+        if os.fstat(fd).st_size <= TINY_FILE_BYTES:
+            return
         name = self._known.name(fd)
         if name and load(name, self._store) is not None:
             return
@@ -131,6 +149,7 @@ class CachedTables:
         """Forgets files that nobody maps any more: their tables are not built for nobody."""
         for binary in binaries:
             self._names.pop(binary, None)
+            self._unanswered.discard(binary)
         self._builder.forget(binaries)
 
     def take_spent_s(self) -> dict[int, float]:

@@ -51,6 +51,7 @@ _MODULES = (
     "aiflame.agent.injection.questions",
     "aiflame.agent.python.questions",
     "aiflame.agent.launches.questions",
+    "aiflame.agent.unwind.questions",
     "aiflame.gpu.nvidia.cubin",
     "aiflame.gpu.nvidia.fatbin",
     "aiflame.gpu.opencl.disassembly",

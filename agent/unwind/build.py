@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.elf.contents import whole_file
 from aiflame.agent.elf.headers import Headers
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.symbols.store import Cache
@@ -49,15 +48,6 @@ def table_name(build_id: str, digest: bytes) -> str:
         digest: Of what it is made of.
     """
     return f"{build_id[:40] or _NO_BUILD_ID}-{digest.hex()[:48]}{SUFFIX}"
-
-
-def name_of_small(file: TargetFile) -> str:
-    """Returns how the cache calls the table of a small file, of which it takes all for a digest.
-
-    Raises:
-        BadTargetFile: As `Contents.digest`.
-    """
-    return table_name("", whole_file(file.size_bytes).digest(file))
 
 
 def identity_of(name: str) -> bytes:

@@ -20,7 +20,8 @@ from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.model.profile import Profile, SampleClass, StopReason
 from aiflame.agent.symbols.store import Store, cache_dir
 from aiflame.agent.target_files import TargetFile
-from aiflame.agent.unwind.build import load, name_of_small, table_name
+from aiflame.agent.unwind.build import load, table_name
+from aiflame.agent.unwind.questions import TINY_FILE_BYTES
 from breadth import cases
 from chain_truth import Verdict, Wrong, judge, user_frames
 from chains import Shape, Tree, make_tree
@@ -92,8 +93,11 @@ def _build(folder: Path, tree: Tree, variant: Variant) -> Path:
 def _has_table(binary: Path) -> bool:
     with binary.open("rb") as file:
         opened = TargetFile(file.fileno())
-        if whole_file(opened.size_bytes).is_small:
-            name = name_of_small(opened)
+        if opened.size_bytes <= TINY_FILE_BYTES:  # it is made whenever somebody maps it
+            return True
+        whole = whole_file(opened.size_bytes)
+        if whole.is_small:
+            name = table_name("", whole.digest(opened))
         else:
             image = ElfImage.read(opened)
             name = table_name(image.build_id, for_unwinding(opened, image).digest(opened))

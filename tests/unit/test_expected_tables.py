@@ -11,6 +11,7 @@ import pytest
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.cached_tables import CachedTables
 from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.unwind.questions import TINY_FILE_BYTES
 from support import blind_inspector
 
 _PATIENCE_S = 60
@@ -45,7 +46,7 @@ def test_a_table_is_there_before_its_file_is_mapped(tables: CachedTables, tmp_pa
 
 
 def test_a_file_that_is_none_of_code_holds_nobody_up(tables: CachedTables, tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("no program")
+    (tmp_path / "text").write_text("no program" * TINY_FILE_BYTES)
     fd = os.open(tmp_path / "text", os.O_RDONLY)
     tables.expect(fd)
     _wait(tables)

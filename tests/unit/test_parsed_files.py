@@ -44,6 +44,7 @@ _IN_PARSERS = {
     "agent.launches.symbols:find_functions",
     "agent.python.questions:interpreter",
     "agent.python.questions:key_block",
+    "agent.unwind.questions:tiny_table",
     "gpu.nvidia.cubin:functions",
     "gpu.nvidia.cubin:unneeded",
     "gpu.nvidia.fatbin:cubin",
