@@ -115,6 +115,60 @@ class State(NamedTuple):
     why_away: str
 
 
+class Counts:
+    """What became of samples for one sink, whichever queue had them.
+
+    A new configuration makes a new queue, and counts go on.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sent_requests = self._sent_samples = self._sent_bytes = self._retries = 0
+        self._last_sent_s = 0.0
+        self._dropped: Counter[str] = Counter()
+        self._untold: Counter[str] = Counter()
+
+    def note_sent(self, samples: int, size_bytes: int, now_s: float) -> None:
+        """Counts a request that was taken, and how many of its samples were."""
+        with self._lock:
+            self._sent_requests += 1
+            self._sent_samples += samples
+            self._sent_bytes += size_bytes
+            self._last_sent_s = now_s
+
+    def note_retry(self) -> None:
+        """Counts a request that is sent again."""
+        with self._lock:
+            self._retries += 1
+
+    def drop(self, samples: int, reason: str) -> None:
+        """Counts samples that are not sent."""
+        with self._lock:
+            self._dropped[reason] += samples
+            self._untold[reason] += samples
+
+    def take_dropped(self) -> Counter[str]:
+        """Returns the samples that were dropped since the last call, by reason."""
+        with self._lock:
+            found, self._untold = self._untold, Counter()
+            return found
+
+    def state(self, waiting_requests: int = 0, waiting_bytes: int = 0, why_away: str = "") -> State:
+        """Returns them, with what is said of a queue."""
+        with self._lock:
+            return State(
+                self._sent_requests,
+                self._sent_samples,
+                self._sent_bytes,
+                self._retries,
+                waiting_requests,
+                waiting_bytes,
+                dict(self._dropped),
+                self._last_sent_s,
+                why_away,
+            )
+
+
 class Delivery:
     """The queue of one back-end, and the thread that sends what is in it.
 
@@ -124,6 +178,7 @@ class Delivery:
         bytes_max: How much may wait.
         log: Takes a line for each event.
         clock: Seconds of the wall clock.
+        counts: Of the sink, where there was another queue before; None for none.
 
     Raises:
         OSError: The directory is not ours, or cannot be read.
@@ -136,6 +191,7 @@ class Delivery:
         bytes_max: int,
         log: Log,
         clock: Callable[[], float] = time.time,
+        counts: Counts | None = None,
     ) -> None:
         if private_directory(folder) is None:
             raise PermissionError(f"{folder} is not a directory that we alone may write to")
@@ -148,10 +204,7 @@ class Delivery:
         self._waiting: deque[WaitingRequest] = deque()
         self._bytes = 0
         self._next = 0
-        self._dropped: Counter[str] = Counter()
-        self._untold: Counter[str] = Counter()
-        self._sent_requests = self._sent_samples = self._sent_bytes = self._retries = 0
-        self._last_sent_s = 0.0
+        self._counts = Counts() if counts is None else counts
         self._why_away = ""
         self._is_sending = self._is_closed = self._is_hurried = False
         self._asked_until_s = 0.0
@@ -245,12 +298,6 @@ class Delivery:
     def _aside(self, one: WaitingRequest) -> Path:
         return self._folder / f"{one.name}{_ASIDE}"
 
-    def take_dropped(self) -> Counter[str]:
-        """Returns the samples that were dropped since the last call, by reason."""
-        with self._lock:
-            found, self._untold = self._untold, Counter()
-            return found
-
     def lose(self, samples: int, reason: str) -> None:
         """Takes note of samples that never became requests."""
         with self._lock:
@@ -259,17 +306,7 @@ class Delivery:
     def state(self) -> State:
         """Returns how it does."""
         with self._lock:
-            return State(
-                self._sent_requests,
-                self._sent_samples,
-                self._sent_bytes,
-                self._retries,
-                len(self._waiting),
-                self._bytes,
-                dict(self._dropped),
-                self._last_sent_s,
-                self._why_away,
-            )
+            return self._counts.state(len(self._waiting), self._bytes, self._why_away)
 
     def flush(self, until_s: float) -> bool:
         """Waits until nothing is left to be sent, or the back-end is away.
@@ -374,8 +411,7 @@ class Delivery:
             (self._folder / one.name).unlink()
 
     def _drop(self, samples: int, reason: str) -> None:
-        self._dropped[reason] += samples
-        self._untold[reason] += samples
+        self._counts.drop(samples, reason)
         self._log.say_seldom(
             f"{self._sink.name} dropped {reason}",
             f"sink {self._sink.name}: {samples:,} samples dropped: {reason}",
@@ -462,8 +498,8 @@ class Delivery:
 
     def _note_away(self, said: str) -> None:
         why = _line(said)
+        self._counts.note_retry()
         with self._lock:
-            self._retries += 1
             was_away, self._why_away = self._why_away, why
             waiting = len(self._waiting)
         if why != was_away:
@@ -505,10 +541,7 @@ class Delivery:
                 self._drop(dropped, reason)
             was_away, self._why_away = self._why_away, ""
             if is_sent:
-                self._sent_requests += 1
-                self._sent_samples += one.samples - dropped
-                self._sent_bytes += one.size_bytes
-                self._last_sent_s = self._clock()
+                self._counts.note_sent(one.samples - dropped, one.size_bytes, self._clock())
             waiting = len(self._waiting)
             self._lock.notify_all()
         if was_away and is_sent:

@@ -41,7 +41,7 @@ _SINK_COUNTERS = {
 class _Exports:
     """What became of samples for one sink since the agent was started.
 
-    The process that sends begins at 0 each time that it is started.
+    The process that sends begins at 0 when it is started, and at no other time.
     """
 
     def __init__(self) -> None:
@@ -60,12 +60,12 @@ class _Exports:
         before, self._counted, self.state = self._counted, state, state
         self.last_sent_unix_s = max(self.last_sent_unix_s, state["last_sent_unix_s"])
         for key in _SINK_COUNTERS:
-            self._counts[key] += _more(before.get(key, 0), state[key])
+            self._counts[key] += state[key] - before.get(key, 0)
         dropped_before = before.get("dropped_samples", {})
         for reason, count in state["dropped_samples"].items():
             is_told = reason in self._dropped or len(self._dropped) < _MOST_REASONS
             label = reason if is_told else _OTHER_REASONS
-            self._dropped[label] += _more(dropped_before.get(reason, 0), count)
+            self._dropped[label] += count - dropped_before.get(reason, 0)
 
     def count(self, key: str) -> int:
         """Returns one of `_SINK_COUNTERS`."""
@@ -75,11 +75,6 @@ class _Exports:
     def dropped(self) -> Mapping[str, int]:
         """Samples by reason."""
         return self._dropped
-
-
-def _more(before: int, now: int) -> int:
-    """Returns by how much a count grew; a smaller one began again at 0."""
-    return now - before if now >= before else now
 
 
 class Vitals:

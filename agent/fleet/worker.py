@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -29,7 +29,7 @@ from aiflame.agent.allocator import PagesOfFiles, give_back_freed_memory, map_la
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError, DiskFull
 from aiflame.agent.fleet.config import AgentConfig, config_of
-from aiflame.agent.fleet.delivery import Delivery
+from aiflame.agent.fleet.delivery import Counts, Delivery
 from aiflame.agent.fleet.encoding import Encoder, NamedStretch, NotEncoded, Summary
 from aiflame.agent.fleet.fork import ForkEnded
 from aiflame.agent.fleet.labelling import Labelling, LeftOut
@@ -93,6 +93,7 @@ class _Worker:
         self._config: AgentConfig | None = None
         self._labelling: Labelling | None = None
         self._deliveries: dict[str, Delivery] = {}
+        self._counts: defaultdict[str, Counts] = defaultdict(Counts)  # by sink, for good
         self._left: deque[Path] = deque()  # stretches for whose captures there was no room
         self._sinks: dict[str, Any] = {}
         self._stretch: StretchNaming | None = None
@@ -156,7 +157,9 @@ class _Worker:
                             importlib.import_module(module)
                     folder = self._spool.folder(name, settings)
                     size = config.agent.spool_size
-                    self._deliveries[name] = Delivery(sink, folder, size, self._log)
+                    self._deliveries[name] = Delivery(
+                        sink, folder, size, self._log, counts=self._counts[name]
+                    )
                     self._deliveries[name].start()
                 self._sinks[name] = sink
             except (AiflameError, OSError) as error:
@@ -271,8 +274,8 @@ class _Worker:
         """Writes what is only known when a stretch is over: also what was dropped of others."""
         self._drop_left()
         dropped, self._dropped = self._dropped, Counter()
-        for name, delivery in self._deliveries.items():
-            for reason, samples in delivery.take_dropped().items():
+        for name, counts in self._counts.items():
+            for reason, samples in counts.take_dropped().items():
                 dropped[f"{name}: {reason}"] += samples
         writer = CaptureWriter(database, is_new=False)
         try:

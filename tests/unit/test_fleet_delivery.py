@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.fleet import delivery as module
-from aiflame.agent.fleet.delivery import Delivery
+from aiflame.agent.fleet.delivery import Counts, Delivery
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.model.batch import Batch
 from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
@@ -65,9 +65,15 @@ def log(tmp_path: Path) -> Iterator[Log]:
 
 @contextmanager
 def _delivery(
-    sink: _Sink, folder: Path, log: Log, bytes_max: int = 1 << 20, *, starts: bool = True
+    sink: _Sink,
+    folder: Path,
+    log: Log,
+    bytes_max: int = 1 << 20,
+    *,
+    starts: bool = True,
+    counts: Counts | None = None,
 ) -> Iterator[Delivery]:
-    made = Delivery(sink, folder, bytes_max, log, lambda: _NOW_S)
+    made = Delivery(sink, folder, bytes_max, log, lambda: _NOW_S, counts)
     if starts:
         made.start()
     try:
@@ -224,16 +230,17 @@ def test_what_is_refused_is_not_sent_again(tmp_path: Path, log: Log) -> None:
             raise SinkRefused("labels: 17 are too many", "400 Bad Request")
         return Counter({"too old": 2}) if len(asked) == 2 else Counter()
 
-    with _delivery(_Sink(refuses_first), tmp_path / "spool", log) as delivery:
+    counts = Counts()
+    with _delivery(_Sink(refuses_first), tmp_path / "spool", log, counts=counts) as delivery:
         delivery.put(_request(number, samples=10) for number in range(3))
         assert delivery.flush(time.monotonic() + 10)
         state = delivery.state()
         # THEN it is told once what was lost, by reason,
-        assert delivery.take_dropped() == {
+        assert counts.take_dropped() == {
             "refused: 400 Bad Request": 10,
             "refused in part": 2,
         }
-        assert delivery.take_dropped() == {}
+        assert counts.take_dropped() == {}
     # AND each was asked about once.
     assert asked == [_request(number).body for number in range(3)]
     assert state.sent_samples == 18

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of sinks and of what they count, while configurations and files come and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from aiflame.agent.fleet.config import load
+from aiflame.agent.fleet.labelling import Labelling
+from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.stretch_naming import Lateness
+from aiflame.agent.fleet.vitals import Vitals
+from aiflame.agent.fleet.worker import _Worker
+from aiflame.agent.model.batch import Labels
+from aiflame.agent.model.profile import SPAN_DTYPE, Process, Profile
+from aiflame.agent.sinks.written import Naming
+from aiflame.agent.symbolize.files import GivenFiles
+from bench.large import write_capture
+from profiles import small_profile
+from receivers import otlp
+from receivers.server import Reply, Server, serving
+from support import wait_until
+
+
+def _profile() -> Profile:
+    """As captures have it: samples know in which second they were."""
+    profile = small_profile()
+    spans = np.zeros(len(profile.samples), SPAN_DTYPE)
+    spans["sample"], spans["seconds"] = np.arange(len(spans)), 1
+    spans["count"], spans["ns"] = profile.samples["count"], profile.samples["ns"]
+    return replace(profile, spans=spans)
+
+
+class _OneLabelling:
+    losses = ()
+
+    def of(self, processes: Sequence[Process]) -> list[Labels]:
+        return [Labels(service="train")] * len(processes)
+
+    def use(self, *_: object) -> None:
+        pass
+
+
+class _Sender:
+    """The process that sends, without what names."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        self._folder = folder
+        self._log = log
+        self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._stretches = 0
+        self.vitals = Vitals()
+        self.start()
+
+    def start(self) -> None:
+        """Starts it, or another one after the first was killed."""
+        worker = _Worker(
+            self._folder,
+            self._theirs,
+            cast(Naming, None),
+            GivenFiles(),
+            Lateness(),
+            Log(self._descriptor),
+        )
+        worker._labelling = cast(Labelling, _OneLabelling())
+        self.worker = worker
+        self.vitals.note_naming_started()
+
+    def end(self) -> None:
+        for delivery in self.worker._deliveries.values():
+            delivery.close(10)
+
+    def close(self) -> None:
+        self.end()
+        self._ours.close()
+        self._theirs.close()
+        os.close(self._descriptor)
+
+    def configure(self, flags: dict[str, Any]) -> None:
+        """Gives it a configuration, as the agent does that has read it."""
+        self.worker.take({"config": load(None, flags, {}).plain()})
+
+    def send(self) -> dict[str, int]:
+        """Sends a stretch; returns what it says was lost of those before."""
+        self._stretches += 1
+        folder = self._folder / str(self._stretches)
+        folder.mkdir(parents=True)
+        database = folder / "capture.aiflame"
+        write_capture(_profile(), database)
+        self.worker._send(folder, database, 0, 0)
+        losses: dict[str, int] = self._heard()["losses"]
+        return losses
+
+    def _heard(self) -> dict[str, Any]:
+        report: dict[str, Any] = json.loads(self._ours.recv(1 << 16))
+        return report
+
+    def wait_until_sent(self) -> None:
+        deliveries = self.worker._deliveries.values()
+        wait_until(lambda: not any(each.state().waiting_requests for each in deliveries))
+
+    def metrics(self) -> dict[tuple[str, ...], float]:
+        """What the agent tells Prometheus, once it has heard."""
+        self.worker._report({})
+        self.vitals.note_report(self._heard())
+        return {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in self.vitals.collect()
+            for sample in family.samples
+        }
+
+    def said(self) -> str:
+        return self._log.read_text()
+
+
+@pytest.fixture
+def sender(tmp_path: Path) -> Iterator[_Sender]:
+    found = _Sender(tmp_path / "agent", tmp_path / "log")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving(otlp.Collector()) as found:
+        yield found
+
+
+def test_what_was_dropped_before_a_new_configuration_is_told_after_it(
+    sender: _Sender, server: Server
+) -> None:
+    # GIVEN a back-end that refuses a stretch
+    flags = {"sinks.otlp.url": server.url}
+    sender.configure(flags)
+    server.answers = [Reply(400, b"never")]
+    sender.send()
+    sender.wait_until_sent()
+    # WHEN the configuration is read again, with another length of stretches
+    sender.configure({**flags, "stretch": "31s"})
+    # THEN the next stretch tells of it, once
+    assert sender.send()["not_delivered"] > 0
+    assert "not_delivered" not in sender.send()
+
+
+def test_no_count_goes_back_with_a_new_configuration(sender: _Sender, server: Server) -> None:
+    # GIVEN a back-end that has taken two stretches
+    flags = {"sinks.otlp.url": server.url}
+    sender.configure(flags)
+    for _ in range(2):
+        sender.send()
+    sender.wait_until_sent()
+    before = sender.metrics()["aiflame_export_sent_total", "otlp"]
+    # WHEN the configuration is read again, and five more are taken before it is told
+    sender.configure({**flags, "stretch": "31s"})
+    for _ in range(5):
+        sender.send()
+    sender.wait_until_sent()
+    # THEN all of them are counted
+    assert sender.metrics()["aiflame_export_sent_total", "otlp"] == before / 2 * 7
