@@ -255,13 +255,16 @@ class _Several(UsageError):
         self.errors = [*errors]
 
 
-def made(cls: type[T], given: Mapping[str, Given], prefix: str = "") -> T:
+def made(
+    cls: type[T], given: Mapping[str, Given], prefix: str = "", *, reads_secrets: bool = True
+) -> T:
     """Makes settings of what was given.
 
     Args:
         cls: As `settings_of` takes it.
         given: By key.
         prefix: Of the keys in messages: "sinks.pyroscope.".
+        reads_secrets: A file with a secret that cannot be read is refused now, not when it is used.
 
     Raises:
         UsageError: A key is unknown or missing, or a value is none that is allowed. The message
@@ -279,7 +282,10 @@ def made(cls: type[T], given: Mapping[str, Given], prefix: str = "") -> T:
         file_key = key + _FILE_SUFFIX
         with refusals.taken():
             if one.kind is Kind.SECRET and file_key in given:
-                values[key] = _secret_in_file(declared[file_key], given, key, prefix)
+                secret = _secret_in_file(declared[file_key], given, key, prefix)
+                if reads_secrets:
+                    _read_once(secret, given[file_key].source, prefix + file_key)
+                values[key] = secret
             elif key in given:
                 values[key] = _value(one, given[key], prefix + key)
             elif field.default is dataclasses.MISSING:
@@ -297,12 +303,14 @@ def _secret_in_file(one: Setting, given: Mapping[str, Given], key: str, prefix: 
     source = given[file_key].source
     if key in given:
         raise UsageError(f"{source}: {prefix}{file_key}: {prefix}{key} is given as well")
-    secret = Secret(path=_value(one, given[file_key], prefix + file_key))
+    return Secret(path=_value(one, given[file_key], prefix + file_key))
+
+
+def _read_once(secret: Secret, source: str, key: str) -> None:
     try:
         secret.read()
     except UsageError as error:
-        raise UsageError(f"{source}: {prefix}{file_key}: {error}") from error
-    return secret
+        raise UsageError(f"{source}: {key}: {error}") from error
 
 
 def unknown_key(key: str, source: str, known: Sequence[str]) -> UsageError:

@@ -89,6 +89,10 @@ class ToySink:
         return Counter()
 
 
+def check(_settings: Settings) -> None:
+    """Refuses nothing."""
+
+
 def make(settings: Settings, _node: str) -> ToySink:
     """Makes it."""
     return ToySink(settings.url)

@@ -131,7 +131,7 @@ def _check(config: AgentConfig) -> int:
     refusals = Refusals()
     for name, settings in config.sinks.items():
         with refusals.taken():
-            sink_module(name).make(settings, config.agent.node_name)
+            sink_module(name).check(settings)
     refusals.tell()
     sys.stdout.write(config.toml())
     return 0

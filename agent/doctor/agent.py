@@ -50,7 +50,7 @@ def config(context: Context) -> Finding:
     """Is the configuration one that the agent starts with?"""
     found = _config(context)
     for name, settings in found.sinks.items():
-        sink_module(name).make(settings, found.agent.node_name)
+        sink_module(name).check(settings)
     if found.warnings:
         return warn(
             "; ".join(found.warnings),

@@ -201,7 +201,7 @@ def run_agent(
     checks.require_all()
     settings = config.agent
     for name, sink_settings in config.sinks.items():
-        sink_module(name).make(sink_settings, settings.node_name)
+        sink_module(name).check(sink_settings)
     for warning in (*config.warnings, cgroup_layout().note, cgroup_namespace_note()):
         if warning:
             log.say(f"warning: {warning}")
@@ -621,7 +621,7 @@ class _Agent:
         try:
             new = self._reload()
             for name, settings in new.sinks.items():
-                sink_module(name).make(settings, new.agent.node_name)
+                sink_module(name).check(settings)
         except Exception as error:  # whatever is wrong with a file, the recording goes on
             self._log.say(f"the configuration stays as it was: {words_of(error)}")
         else:

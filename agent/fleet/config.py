@@ -339,9 +339,12 @@ def _meant(name: str, known: Iterable[str]) -> str:
 
 
 def config_of(words: Mapping[str, Any]) -> AgentConfig:
-    """Returns what `AgentConfig.plain` was made of."""
+    """Returns what `AgentConfig.plain` was made of.
+
+    Files that it names may be away just now: nothing but `load` reads them.
+    """
     refusals = Refusals()
-    return _checked(_flat(words, "the agent", refusals), (), refusals)
+    return _checked(_flat(words, "the agent", refusals), (), refusals, reads_secrets=False)
 
 
 def _refuse_exposed(config: AgentConfig, given: Mapping[str, Given], file: Path | None) -> None:
@@ -425,12 +428,16 @@ def _flat(words: Mapping[str, Any], source: str, refusals: Refusals) -> dict[str
 
 
 def _checked(
-    given: Mapping[str, Given], warnings: tuple[str, ...], refusals: Refusals
+    given: Mapping[str, Given],
+    warnings: tuple[str, ...],
+    refusals: Refusals,
+    *,
+    reads_secrets: bool = True,
 ) -> AgentConfig:
     of_agent = {key: one for key, one in given.items() if not key.startswith(f"{_SINK_TABLE}.")}
     agent = AgentSettings()
     with refusals.taken():
-        agent = made(AgentSettings, of_agent)
+        agent = made(AgentSettings, of_agent, reads_secrets=reads_secrets)
     with refusals.taken():
         _ = agent.selection  # a bad rule is refused here
     with refusals.taken():
@@ -444,6 +451,7 @@ def _checked(
         if of_sink:
             of_sink.pop("", None)
             with refusals.taken():
-                sinks[name] = made(sink_module(name).Settings, of_sink, prefix)
+                of = sink_module(name).Settings
+                sinks[name] = made(of, of_sink, prefix, reads_secrets=reads_secrets)
     refusals.tell()
     return AgentConfig(agent, sinks, warnings)

@@ -3,7 +3,8 @@
 
 The module of a sink declares its keys as `Settings` (see `aiflame.agent.settings`), and makes it
 with `make(settings, node)`: a `RequestSink`, whose requests are queued on disk and sent, or
-`CaptureFiles`, which takes whole captures. `describe(settings)` says in a few words where it sends.
+`CaptureFiles`, which takes whole captures. What it names may be away just then: `check(settings)`
+refuses that before an agent begins. `describe(settings)` says in a few words where it sends.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ class SinkModule(Protocol):
 
     Settings: type[Any]
 
+    def check(self, settings: Any) -> None:
+        """Refuses settings that make no sense, or name what is not there."""
+
     def make(self, settings: Any, node: str) -> Sink:
-        """Makes the sink of a host with that name."""
+        """Makes the sink of a host with that name; reads no file, for it may be being replaced."""
 
     def describe(self, settings: Any) -> str:
         """Says where it sends, in a few words."""

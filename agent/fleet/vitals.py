@@ -57,7 +57,9 @@ class _Exports:
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Takes a state of `delivery.Delivery`, as JSON has it."""
-        before, self._counted, self.state = self._counted, state, state
+        before, self._counted = self._counted, state
+        # Where it is not said what waits, it is what waited before.
+        self.state = {**self.state, **state}
         self.last_sent_unix_s = max(self.last_sent_unix_s, state["last_sent_unix_s"])
         for key in _SINK_COUNTERS:
             self._counts[key] += state[key] - before.get(key, 0)
@@ -292,7 +294,7 @@ class Vitals:
         for name, (key, words) in waiting.items():
             gauge = GaugeMetricFamily(f"aiflame_{name}", words, labels=["sink"])
             for sink in self._sinks:
-                gauge.add_metric([sink], self._exports[sink].state[key])
+                gauge.add_metric([sink], self._exports[sink].state.get(key, 0))
             yield gauge
         last = GaugeMetricFamily(
             "aiflame_last_export_timestamp_seconds",

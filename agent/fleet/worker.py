@@ -66,6 +66,8 @@ _PATHS_BYTES = 1 << 15
 # What kills the process that encodes may be over then, as where memory is short; an agent that ends
 # has 10 s for all.
 _ENCODE_AGAIN_S = (1.0, 4.0)
+# Why samples of a sink are dropped that could not be made.
+_NOT_MADE = "the sink does not work"
 # What is left for ending, of the time until the end.
 _ENDING_S = 0.5
 
@@ -93,6 +95,7 @@ class _Worker:
         self._config: AgentConfig | None = None
         self._labelling: Labelling | None = None
         self._deliveries: dict[str, Delivery] = {}
+        self._failed: set[str] = set()  # names of sinks that could not be made the last time
         self._counts: defaultdict[str, Counts] = defaultdict(Counts)  # by sink, for good
         self._left: deque[Path] = deque()  # stretches for whose captures there was no room
         self._sinks: dict[str, Any] = {}
@@ -146,6 +149,11 @@ class _Worker:
             if name in self._deliveries:
                 # Another one is about to send what is in its queue.
                 self._deliveries.pop(name).close(_ANSWER_S)
+        self._make_sinks(config)
+        self._drop_left()
+
+    def _make_sinks(self, config: AgentConfig) -> None:
+        """Makes the sinks that are not there: they are new, or something was away the last time."""
         for name, settings in config.sinks.items():
             if name in self._sinks:
                 continue
@@ -157,14 +165,26 @@ class _Worker:
                             importlib.import_module(module)
                     folder = self._spool.folder(name, settings)
                     size = config.agent.spool_size
-                    self._deliveries[name] = Delivery(
-                        sink, folder, size, self._log, counts=self._counts[name]
-                    )
-                    self._deliveries[name].start()
+                    delivery = Delivery(sink, folder, size, self._log, counts=self._counts[name])
+                    delivery.start()
+                    self._deliveries[name] = delivery
                 self._sinks[name] = sink
-            except (AiflameError, OSError) as error:
-                self._log.say(f"sink {name} does not work: {words_of(error)}")
-        self._drop_left()
+            except Exception as error:  # of one sink; the others get theirs
+                self._failed.add(name)
+                self._log.say_seldom(
+                    f"{name} made",
+                    f"sink {name} does not work, and is tried again with the next stretch:"
+                    f" {words_of(error)}",
+                )
+            else:
+                if name in self._failed:
+                    self._failed.remove(name)
+                    self._log.say(f"sink {name} works again")
+
+    def _missing(self) -> list[str]:
+        """Returns which sinks could not be made."""
+        sinks = {} if self._config is None else self._config.sinks
+        return [name for name in sinks if name not in self._sinks]
 
     def _drop_left(self) -> None:
         """Drops what has waited for long for destinations that are configured no more."""
@@ -245,6 +265,8 @@ class _Worker:
 
     def _send(self, folder: Path, database: Path, cpu_ns: int, rss_bytes: int) -> None:
         """Gives a stretch to all sinks; from then on it is theirs."""
+        if self._config is not None:
+            self._make_sinks(self._config)
         try:
             named = self._complete(database, cpu_ns, rss_bytes)
             for name, sink in self._sinks.items():
@@ -259,6 +281,8 @@ class _Worker:
             gc.collect()  # what naming took: 9 MB of a host with 10,000 threads, every minute
             give_back_freed_memory()
             self._pages.give_back()
+        for name in self._missing():
+            self._counts[name].drop(summary.weights, _NOT_MADE)
         mark_done(folder)
         self._report(
             {
@@ -350,6 +374,10 @@ class _Worker:
 
     def _report(self, words: Mapping[str, Any]) -> None:
         sinks = {name: delivery.state()._asdict() for name, delivery in self._deliveries.items()}
+        for name in self._missing():
+            # What waits on disk for it is not known.
+            state = self._counts[name].state()._asdict()
+            sinks[name] = {k: v for k, v in state.items() if not k.startswith("waiting_")}
         with suppress(OSError):
             self._channel.send(json.dumps({**words, "sinks": sinks}).encode())
 

@@ -95,11 +95,11 @@ class CaptureFiles:
                 room += size
 
 
-def make(settings: Settings, node: str) -> CaptureFiles:
-    """Makes the sink.
+def check(settings: Settings) -> None:
+    """Refuses a directory that is not there, nor one to make it in.
 
     Raises:
-        UsageError: There is no such directory, nor one to make it in.
+        UsageError: It is not.
     """
     directory = settings.directory
     if not directory.is_dir() and (directory.exists() or not directory.parent.is_dir()):
@@ -107,6 +107,10 @@ def make(settings: Settings, node: str) -> CaptureFiles:
             f"sinks.captures.directory: no such directory: {settings.directory}",
             f"mkdir -p {settings.directory}",
         )
+
+
+def make(settings: Settings, node: str) -> CaptureFiles:
+    """Makes the sink."""
     return CaptureFiles(settings, node)
 
 

@@ -97,16 +97,26 @@ class Settings:
         return server.host, server.port
 
 
-def make(settings: Settings, node: str) -> ClickHouseSink:
-    """Make the sink of a host. Its name is in the labels of what is inserted.
+def check(settings: Settings) -> None:
+    """Refuse settings that make no sense, or whose files cannot be read.
 
     Raises:
-        UsageError: The settings make no sense, or its password would be sent in the clear.
+        UsageError: They are refused, or a password would be sent in the clear.
     """
     server = _server_of(settings)
     server.password({})
     server.tls()
-    return ClickHouseSink(server, cluster=settings.cluster, keep_days=settings.keep_days)
+
+
+def make(settings: Settings, node: str) -> ClickHouseSink:
+    """Make the sink of a host. Its name is in the labels of what is inserted.
+
+    Raises:
+        UsageError: The settings make no sense.
+    """
+    return ClickHouseSink(
+        _server_of(settings), cluster=settings.cluster, keep_days=settings.keep_days
+    )
 
 
 def _server_of(settings: Settings) -> Server:

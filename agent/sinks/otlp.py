@@ -34,7 +34,7 @@ from aiflame.agent.sinks.labels import (
     checked_labels,
     series_labels,
 )
-from aiflame.agent.sinks.posting import NOT_LET_IN, Poster, PostSettings
+from aiflame.agent.sinks.posting import NOT_LET_IN, Poster, PostSettings, check_files
 from aiflame.agent.sinks.pushed import (
     Series,
     pushed,
@@ -90,6 +90,16 @@ class Settings(PostSettings):
 
     flavour: str = Flavour.COLLECTOR.value
     labels: tuple[str, ...] = DEFAULT_LABELS
+
+
+def check(settings: Settings) -> None:
+    """Refuse settings that make no sense, or whose files cannot be read.
+
+    Raises:
+        UsageError: They are refused.
+    """
+    OtlpSink(settings)
+    check_files(settings)
 
 
 def make(settings: Settings, node: str) -> OtlpSink:

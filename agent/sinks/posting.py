@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests over HTTP to back-ends: certificates, secrets, time limits, and what answers mean.
 
-Secrets are read from their files for each request, since projected tokens of Kubernetes change.
+Secrets are read from their files for each request, since projected tokens of Kubernetes change. One
+that cannot be read, or a certificate, is a back-end that is away.
 They are sent over TLS, or to this machine itself. No redirect is followed: it could lead a secret
 to another host.
 """
@@ -121,8 +122,7 @@ class Poster:
         headers: Of each request.
 
     Raises:
-        UsageError: The settings make no sense, a file of theirs cannot be read, or a secret would
-            be sent in the clear.
+        UsageError: The settings make no sense, or a secret would be sent in the clear.
     """
 
     def __init__(self, settings: PostSettings, path: str, headers: Mapping[str, str]) -> None:
@@ -133,16 +133,20 @@ class Poster:
         self._headers = dict(headers)
         if settings.tenant:
             self._headers["X-Scope-OrgID"] = _header("tenant", settings.tenant)
-        self._tls = _tls(settings) if self._url.scheme == "https" else None
-        self._tls_s = time.monotonic()
-        try:
-            self._authorization()
-        except OSError as error:
-            raise UsageError(f"{settings.url}: {error}") from error
+        self._tls: ssl.SSLContext | None = None
+        self._tls_s = 0.0
 
     def _refresh_tls(self) -> None:
-        """Reads certificates anew, now and then: they are replaced."""
-        if self._tls is not None and time.monotonic() - self._tls_s >= _TLS_S:
+        """Reads certificates, and anew now and then: they are replaced.
+
+        Raises:
+            UsageError: They cannot be read, and there are none from before.
+        """
+        if self._url.scheme != "https":
+            return
+        if self._tls is None:
+            self._tls, self._tls_s = _tls(self._settings), time.monotonic()
+        elif time.monotonic() - self._tls_s >= _TLS_S:
             self._tls_s = time.monotonic()
             with suppress(UsageError):  # just now: those before go on
                 self._tls = _tls(self._settings)
@@ -154,12 +158,12 @@ class Poster:
             SinkAway: There was none in time.
         """
         try:
-            headers = self._headers | self._authorization()
+            headers = self._headers | _authorization(self._settings)
+            self._refresh_tls()
         except (OSError, UsageError) as error:
-            # A token that is being replaced.
+            # A token or a certificate that is being replaced.
             raise SinkAway(f"{self._name}: {error}") from error
         is_late = threading.Event()
-        self._refresh_tls()
         try:
             with self._connected() as plain, plain.dup() as watched:
                 end = threading.Timer(self._settings.timeout_s, _shut, (watched, is_late))
@@ -198,14 +202,28 @@ class Poster:
     def _name(self) -> str:
         return f"{self._url.scheme}://{self._url.netloc.rpartition('@')[2]}"
 
-    def _authorization(self) -> dict[str, str]:
-        settings = self._settings
-        if settings.token_file:
-            return {"Authorization": f"Bearer {_secret(settings.token_file)}"}
-        if settings.user and settings.password_file:
-            pair = f"{settings.user}:{_secret(settings.password_file)}"
-            return {"Authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
-        return {}
+
+def check_files(settings: PostSettings) -> None:
+    """Refuses settings whose secrets or certificates cannot be read.
+
+    Raises:
+        UsageError: A file cannot be read, or has none.
+    """
+    try:
+        _authorization(settings)
+        if urlsplit(settings.url).scheme == "https":
+            _tls(settings)
+    except OSError as error:
+        raise UsageError(f"{settings.url}: {error}") from error
+
+
+def _authorization(settings: PostSettings) -> dict[str, str]:
+    if settings.token_file:
+        return {"Authorization": f"Bearer {_secret(settings.token_file)}"}
+    if settings.user and settings.password_file:
+        pair = f"{settings.user}:{_secret(settings.password_file)}"
+        return {"Authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
+    return {}
 
 
 def _checked(settings: PostSettings) -> SplitResult:

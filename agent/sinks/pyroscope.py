@@ -28,7 +28,7 @@ from aiflame.agent.sinks.labels import (
     checked_labels,
     series_labels,
 )
-from aiflame.agent.sinks.posting import NOT_LET_IN, Poster, PostSettings
+from aiflame.agent.sinks.posting import NOT_LET_IN, Poster, PostSettings, check_files
 from aiflame.agent.sinks.pprof_series import PprofTables
 from aiflame.agent.sinks.pushed import (
     PushedClass,
@@ -108,6 +108,16 @@ class Settings(PostSettings):
     """
 
     labels: tuple[str, ...] = DEFAULT_LABELS
+
+
+def check(settings: Settings) -> None:
+    """Refuse settings that make no sense, or whose files cannot be read.
+
+    Raises:
+        UsageError: They are refused.
+    """
+    PyroscopeSink(settings)
+    check_files(settings)
 
 
 def make(settings: Settings, node: str) -> PyroscopeSink:

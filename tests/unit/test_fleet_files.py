@@ -158,10 +158,10 @@ def test_old_captures_are_removed(tmp_path: Path) -> None:
 
 def test_captures_need_a_directory(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"sinks\.captures\.directory: no such directory"):
-        captures.make(captures.Settings(tmp_path / "nowhere" / "captures"), "n")
+        captures.check(captures.Settings(tmp_path / "nowhere" / "captures"))
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"sinks\.captures\.directory: no such directory"):
-        captures.make(captures.Settings(tmp_path / "file"), "n")
+        captures.check(captures.Settings(tmp_path / "file"))
 
 
 def test_captures_as_deployed_need_the_agents_directory_alone(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_a_password_is_not_sent_in_the_clear(tmp_path: Path) -> None:
     }
     settings = load(None, flags, {}).sinks["clickhouse"]
     with pytest.raises(UsageError, match="plain text"):
-        sink_module("clickhouse").make(settings, "n")
+        sink_module("clickhouse").check(settings)
 
 
 def _window(*paths: str) -> Window:

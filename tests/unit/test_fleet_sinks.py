@@ -166,3 +166,94 @@ def test_no_count_goes_back_with_a_new_configuration(sender: _Sender, server: Se
     sender.wait_until_sent()
     # THEN all of them are counted
     assert sender.metrics()["aiflame_export_sent_total", "otlp"] == before / 2 * 7
+
+
+def test_a_secret_that_is_away_while_sending_begins_costs_nothing(
+    sender: _Sender, server: Server, tmp_path: Path
+) -> None:
+    # GIVEN an agent that has sent with a token, and whose process that sends is killed
+    token = tmp_path / "token"
+    token.write_text("first")
+    token.chmod(0o600)
+    flags = {"sinks.otlp.url": server.url, "sinks.otlp.token_file": str(token)}
+    sender.configure(flags)
+    sender.send()
+    sender.wait_until_sent()
+    before = sender.metrics()["aiflame_export_sent_total", "otlp"]
+    config = load(None, flags, {}).plain()
+    sender.end()
+    # WHEN the next one is started while the token is being replaced
+    token.unlink()
+    sender.start()
+    sender.worker.take({"config": config})
+    sender.send()
+    (delivery,) = sender.worker._deliveries.values()
+    wait_until(lambda: delivery.state().retries)
+    assert sender.metrics()["aiflame_spool_requests", "otlp"] == 1
+    assert "No such file" in sender.said()
+    token.write_text("second")
+    # THEN what waited is sent, and nothing is lost
+    sender.wait_until_sent()
+    assert [each["Authorization"] for each in server.requests] == ["Bearer first", "Bearer second"]
+    assert "not_delivered" not in sender.send()
+    assert sender.metrics()["aiflame_export_sent_total", "otlp"] >= 2 * before
+
+
+def test_a_sink_that_cannot_be_made_is_counted_and_tried_again(
+    sender: _Sender, server: Server, tmp_path: Path
+) -> None:
+    # GIVEN a spool that cannot be used for now
+    spool = tmp_path / "agent" / "spool"
+    spool.parent.mkdir()
+    spool.touch()
+    sender.configure({"sinks.otlp.url": server.url})
+    # WHEN two stretches come
+    sender.send()
+    lost = sender.send()
+    # THEN what the back-end misses is counted, told with the next, and logged
+    reason = ("aiflame_export_dropped_total", "otlp", "the sink does not work")
+    samples = int(_profile().samples["count"].sum())
+    assert sender.metrics()[reason] == 2 * samples
+    assert lost["not_delivered"] == samples
+    assert sender.metrics()["aiflame_spool_requests", "otlp"] == 0
+    assert sender.said().count("sink otlp does not work, and is tried again") == 1
+    # AND once it can be used, the next stretch is sent, which tells of the one before
+    spool.unlink()
+    assert sender.send()["not_delivered"] == samples
+    sender.wait_until_sent()
+    assert len(server.requests) == 1
+    assert sender.metrics()[reason] == 2 * samples
+    assert "sink otlp works again" in sender.said()
+
+
+def test_what_waits_is_not_forgotten_while_nobody_can_look(sender: _Sender) -> None:
+    # GIVEN a request that waits for a back-end
+    sender.configure({"sinks.otlp.url": "http://127.0.0.1:1"})
+    sender.send()
+    assert sender.metrics()["aiflame_spool_requests", "otlp"] == 1
+    # WHEN the next process that sends cannot look into the spool
+    sender.end()
+    spool = sender.worker._spool._directory
+    spool.rename(spool.with_name("elsewhere"))
+    spool.touch()
+    sender.start()
+    sender.configure({"sinks.otlp.url": "http://127.0.0.1:1"})
+    # THEN it is not said that nothing waits.
+    assert sender.metrics()["aiflame_spool_requests", "otlp"] == 1
+
+
+def test_a_file_of_the_agent_that_is_away_stops_no_sink(
+    sender: _Sender, server: Server, tmp_path: Path
+) -> None:
+    # GIVEN a configuration with a token for who asks for metrics
+    token = tmp_path / "token"
+    token.write_text("x")
+    token.chmod(0o600)
+    flags = {"sinks.otlp.url": server.url, "health_token_file": str(token)}
+    config = load(None, flags, {}).plain()
+    # WHEN sending begins while it is being replaced THEN it begins.
+    token.unlink()
+    sender.worker.take({"config": config})
+    sender.send()
+    sender.wait_until_sent()
+    assert len(server.requests) == 1

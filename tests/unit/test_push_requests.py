@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from aiflame.agent.errors import UsageError
 from aiflame.agent.model.batch import Batch, Labels
+from aiflame.agent.sinks import otlp as otlp_sink
+from aiflame.agent.sinks import pyroscope as pyroscope_sink
 from aiflame.agent.sinks.otlp import OtlpSink
 from aiflame.agent.sinks.otlp import Settings as OtlpSettings
 from aiflame.agent.sinks.pyroscope import PyroscopeSink
@@ -38,6 +40,14 @@ def _pyroscope(url: str, **settings: object) -> RequestSink:
 
 def _otlp(url: str, **settings: object) -> RequestSink:
     return OtlpSink(OtlpSettings(url=url, **settings))  # type: ignore[arg-type]
+
+
+def _checked_pyroscope(url: str, **settings: object) -> None:
+    pyroscope_sink.check(PyroscopeSettings(url=url, **settings))  # type: ignore[arg-type]
+
+
+def _checked_otlp(url: str, **settings: object) -> None:
+    otlp_sink.check(OtlpSettings(url=url, **settings))  # type: ignore[arg-type]
 
 
 both = pytest.mark.parametrize("make", [_pyroscope, _otlp])
@@ -303,7 +313,7 @@ def test_a_secret_is_not_sent_in_the_clear(make: Make, url: str, tmp_path: Path)
     make("http://[::1]:1", token_file=token)
 
 
-@both
+@pytest.mark.parametrize("check", [_checked_pyroscope, _checked_otlp])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -334,10 +344,30 @@ def test_a_secret_is_not_sent_in_the_clear(make: Make, url: str, tmp_path: Path)
         {"labels": ("thread",)},
     ],
 )
-def test_settings_without_a_sense_are_refused(make: Make, settings: dict[str, object]) -> None:
+def test_settings_without_a_sense_are_refused(
+    check: Callable[..., None], settings: dict[str, object]
+) -> None:
     with pytest.raises(UsageError) as refused:
-        make(**{"url": "http://localhost:1", **settings})
+        check(**{"url": "http://localhost:1", **settings})
     assert "hunter2" not in str(refused.value)
+
+
+@both
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"token_file": Path("/no/such/file")},
+        {"user": "u", "password_file": Path("/no/such/file")},
+        {"url": "https://h", "ca_file": Path("/no/such/file")},
+        {"url": "https://h", "cert_file": Path("/no/such"), "key_file": Path("/no/such")},
+    ],
+)
+def test_a_file_that_is_away_is_a_back_end_that_is_away(
+    make: Make, settings: dict[str, object]
+) -> None:
+    sink = make(**{"url": "http://localhost:1", **settings})
+    with pytest.raises(SinkAway, match="No such file"):
+        sink.send(_request(sink))
 
 
 def test_an_unknown_flavour_is_refused() -> None:
@@ -423,7 +453,7 @@ def test_a_host_shows_its_certificate_where_it_is_asked_for(
 def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(tmp_path: Path) -> None:
     own, key = certificate(tmp_path, passphrase="hunter2")
     with pytest.raises(UsageError, match="no certificate and key"):
-        _otlp("https://localhost:1", cert_file=own, key_file=key)
+        _checked_otlp("https://localhost:1", cert_file=own, key_file=key)
 
 
 @both

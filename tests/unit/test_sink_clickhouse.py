@@ -277,12 +277,21 @@ def test_what_is_dropped_of_a_full_spool_costs_no_other_its_frames(
     assert b"stacks " not in [r.body[:7] for r in sink.encode([_batch(small_profile(), 7)])]
 
 
-def _made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> ClickHouseSink:
-    """Returns the sink of a configuration, in whose environment a store's password is."""
+def _settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: object
+) -> clickhouse_sink.Settings:
+    """Returns those of a configuration, in whose environment a store's password is."""
     monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
     given = {f"sinks.clickhouse.{key}": str(value) for key, value in settings.items()}
     config = load(None, given, {"AIFLAME_DIRECTORY": str(tmp_path / "agent")})
-    return clickhouse_sink.make(config.sinks["clickhouse"], "n")
+    found: clickhouse_sink.Settings = config.sinks["clickhouse"]
+    return found
+
+
+def _made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> ClickHouseSink:
+    found = _settings(tmp_path, monkeypatch, **settings)
+    clickhouse_sink.check(found)
+    return clickhouse_sink.make(found, "n")
 
 
 def test_the_environment_s_password_is_not_an_agent_s(
@@ -334,7 +343,7 @@ def test_settings_that_make_no_sense(
     cure: str,
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        _made(tmp_path, monkeypatch, **settings)
+        clickhouse_sink.check(_settings(tmp_path, monkeypatch, **settings))
     assert said in str(caught.value)
     assert cure in (caught.value.hint or "")
 
@@ -344,5 +353,5 @@ def test_an_agent_is_told_how_to_send_its_password(tmp_path: Path) -> None:
     password.write_text(PASSWORD)
     settings = clickhouse_sink.Settings(url="http://h", password_file=password)
     with pytest.raises(UsageError, match="plain text") as caught:
-        clickhouse_sink.make(settings, "n")
+        clickhouse_sink.check(settings)
     assert caught.value.hint == "use https://"
