@@ -3,8 +3,8 @@
 
 A rule is one or more conditions, joined by commas, all of which must hold: `namespace=kube-*`,
 `unit=cron.service`, `container=web,process=nginx`, `label:team=ml-*`, `annotation:aiflame=off`.
-Values have wildcards (`*`, `?`, `[...]`). A process is recorded if a rule of `include` holds, or
-there is none, and no rule of `exclude` does.
+Values have wildcards (`*`, `?`, `[...]`); none matches what a process does not have. A process is
+recorded if a rule of `include` holds, or there is none, and no rule of `exclude` does.
 
 What holds for a whole cgroup is left out in the kernel: by the cgroup's id (`left_out`), or process
 by process where v1 groups them (`left_out_paths`). What depends on the process is left out when
@@ -73,9 +73,10 @@ class _Condition:
             return any(n == self.name and self.pattern.match(v) is not None for n, v in tags)
         if self.what == _PROCESS:
             return self.pattern.match(process) is not None
-        if self.what == _UNIT and subject.unit:
-            return self.pattern.match(subject.unit) is not None
-        return self.pattern.match(getattr(subject.labels, self.what)) is not None
+        own_unit = subject.unit if self.what == _UNIT else ""
+        value = own_unit or getattr(subject.labels, self.what)
+        # "*" would match what is not there, too: `container=*` is about containers.
+        return bool(value) and self.pattern.match(value) is not None
 
 
 @dataclass(frozen=True, slots=True)

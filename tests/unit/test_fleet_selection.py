@@ -15,7 +15,7 @@ from aiflame.agent.model.batch import Labels
 
 _SHOP = Subject(
     Labels(service="shop", namespace="prod", container="web", pod="shop-7d9-x"),
-    (("team", "ml-search"),),
+    (("team", "ml-search"), ("empty", "")),
     (("aiflame", "off"),),
 )
 _CRON = Subject(Labels(service="cron", unit="cron.service"))
@@ -37,6 +37,12 @@ _CRON = Subject(Labels(service="cron", unit="cron.service"))
         ([], ["annotation:team=ml-*"], True, True),
         ([], ["namespace=prod,container=db"], True, True),
         ([], ["namespace=prod, container=web"], False, True),
+        # What is not there matches nothing, and what is there and empty does.
+        ([], ["container=*"], False, True),
+        ([], ["namespace=*"], False, True),
+        ([], ["unit=*"], True, False),
+        ([], ["label:empty=*"], False, True),
+        (["pod=*"], [], True, False),
         ([], ["process=worker"], False, False),
         ([], ["process=work??"], False, False),
         ([], ["process=nginx"], True, True),
@@ -57,6 +63,8 @@ def test_who_is_recorded(include: list[str], exclude: list[str], shop: bool, cro
     [
         ([], [], False, False),
         ([], ["namespace=prod"], True, False),
+        ([], ["container=*"], True, False),
+        (["namespace=*"], [], False, True),
         # Only some processes of it.
         ([], ["container=web,process=work*"], False, False),
         ([], ["process=worker"], False, False),
