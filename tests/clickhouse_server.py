@@ -13,7 +13,7 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class StandIn:
         answers: Statuses with headers and texts for the next requests; empty: as they deserve.
         prefix: Of paths, as behind a proxy.
         loses_replies: It takes so many requests and hangs up before it answers.
+        drips: It answers with a header that has no end, a byte at a time.
     """
 
     def __init__(self, folder: Path | None, prefix: str) -> None:
@@ -45,6 +46,8 @@ class StandIn:
         self.requests: list[dict[str, str]] = []
         self.answers: list[tuple[int, dict[str, str], bytes]] = []
         self.loses_replies = 0
+        self.drips = False
+        self.stop = threading.Event()
         self.lock = threading.Lock()
         self._tokens: set[tuple[str, str]] = set()
         self.engine: Any = None
@@ -83,6 +86,9 @@ class _Handler(BaseHTTPRequestHandler):
             name: values[0]
             for name, values in parse_qs(parsed.query, keep_blank_values=True).items()
         }
+        if stand_in.drips:
+            self._drip(stand_in)
+            return
         with stand_in.lock:
             stand_in.requests.append(query)
             if stand_in.answers:
@@ -94,6 +100,13 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 return
             self._answer(status, headers, text)
+
+    def _drip(self, stand_in: StandIn) -> None:
+        self.close_connection = True
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+        with suppress(OSError):
+            while not stand_in.stop.wait(0.02):
+                self.wfile.write(b"x")
 
     def do_GET(self) -> None:
         self._answer(405, {}, b"only POST changes anything")
@@ -175,6 +188,7 @@ def clickhouse(folder: Path | None = None, prefix: str = "") -> Iterator[tuple[S
     try:
         yield stand_in, f"clickhouse://{USER}@127.0.0.1:{server.server_port}/aiflame"
     finally:
+        stand_in.stop.set()
         server.shutdown()
         thread.join()
         server.server_close()

@@ -35,7 +35,8 @@ _S_PER_DAY = 86_400
 # A century: a larger number is a mistake.
 _MOST_KEEP_DAYS = 36_500
 
-# An insert of 4 MB takes a server less than a second; a request that hangs must not hold the queue.
+# An insert of 4 MB takes a server less than a second; a request that hangs, or an answer that comes
+# a byte at a time, must not hold the queue.
 _TIMEOUT_S = 30.0
 
 # What a server answers to an insert is empty.

@@ -2,9 +2,8 @@
 """Requests over HTTP to back-ends: certificates, secrets, time limits, and what answers mean.
 
 Secrets are read from their files for each request, since projected tokens of Kubernetes change. One
-that cannot be read, or a certificate, is a back-end that is away.
-They are sent over TLS, or to this machine itself. No redirect is followed: it could lead a secret
-to another host.
+that cannot be read, or a certificate, is a back-end that is away. They are sent over TLS, or to
+this machine itself, and no redirect takes them to another host.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ import base64
 import http
 import http.client
 import math
-import socket
 import ssl
-import threading
 import time
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -26,6 +23,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from aiflame.agent.errors import UsageError
+from aiflame.agent.http_exchange import exchange
 from aiflame.agent.loopback import is_loopback
 from aiflame.agent.reports.words import showable
 from aiflame.agent.sinks.requests import SinkAway
@@ -163,40 +161,20 @@ class Poster:
         except (OSError, UsageError) as error:
             # A token or a certificate that is being replaced.
             raise SinkAway(f"{self._name}: {error}") from error
-        is_late = threading.Event()
         try:
-            with self._connected() as plain, plain.dup() as watched:
-                end = threading.Timer(self._settings.timeout_s, _shut, (watched, is_late))
-                end.daemon = True
-                end.start()
-                try:
-                    answer = self._exchange(plain, body, headers)
-                finally:
-                    end.cancel()
+            found = exchange(
+                self._settings.address,
+                self._tls,
+                self._path,
+                headers,
+                body,
+                timeout_s=self._settings.timeout_s,
+                max_bytes=_MAX_ANSWER_BYTES,
+            )
         except (OSError, http.client.HTTPException) as error:
-            why = "no answer in time" if is_late.is_set() else str(error) or type(error).__name__
+            why = str(error) or type(error).__name__
             raise SinkAway(f"{self._name}: {showable(why[:_MAX_WORDS])}") from error
-        if is_late.is_set():
-            raise SinkAway(f"{self._name}: no answer in time")
-        return answer
-
-    def _connected(self) -> socket.socket:
-        return socket.create_connection(self._settings.address, self._settings.timeout_s)
-
-    def _exchange(self, plain: socket.socket, body: bytes, headers: Mapping[str, str]) -> Answer:
-        host = self._url.hostname or ""
-        connection = http.client.HTTPConnection(host, self._url.port)
-        connection.sock = plain
-        if self._tls is not None:
-            connection.sock = self._tls.wrap_socket(plain, server_hostname=host)
-        with closing(connection):
-            # Who finds a request too long may say so and close, while it is still being sent.
-            with suppress(BrokenPipeError, ConnectionResetError):
-                connection.request("POST", self._path, body, dict(headers))
-            answer = connection.getresponse()
-            text = answer.read(_MAX_ANSWER_BYTES)
-            retry_s = retry_after_s(answer.headers.get("Retry-After"))
-        return Answer(answer.status, text, retry_s)
+        return Answer(found.status, found.body, retry_after_s(found.headers.get("Retry-After")))
 
     @property
     def _name(self) -> str:
@@ -283,13 +261,6 @@ def _header(what: str, value: str) -> str:
     if not value.isascii() or not value.isprintable():
         raise UsageError(f"{what}: characters that a header may not have")
     return value
-
-
-def _shut(watched: socket.socket, is_late: threading.Event) -> None:
-    # A time limit of the socket begins anew with each byte: a server could spend hours in bytes.
-    is_late.set()
-    with suppress(OSError):
-        watched.shutdown(socket.SHUT_RDWR)
 
 
 def retry_after_s(text: str | None) -> float | None:

@@ -53,6 +53,9 @@ INSERT_SETTINGS = {
     "max_insert_block_size": "1048576",
 }
 
+# As long as a server may take to find an answer, and as long again for its way here.
+_ANSWER_S = 2.0 * MAX_SECONDS
+
 _INSTALL = f"{sys.executable} -m pip install chdb  (181 MB), or use clickhouse://host/db"
 
 
@@ -104,7 +107,7 @@ class ServerEngine:
                 self._server,
                 {**database, "wait_end_of_query": "1", **parameters},
                 data,
-                timeout_s=MAX_SECONDS,
+                timeout_s=_ANSWER_S,
                 max_bytes=MAX_ANSWER_BYTES,
                 is_gzip=is_gzip,
             )

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from urllib.parse import urlencode
 
 from aiflame.agent.errors import UsageError
+from aiflame.agent.http_exchange import exchange
 from aiflame.agent.store.address import Server
 
 # Of what a server says of an error; more is noise.
 _MAX_ERROR_BYTES = 4_096
-# At a time, so that an answer that is too long ends early.
-_PIECE_BYTES = 1 << 20
 
 
 class Unreachable(Exception):
@@ -70,7 +69,7 @@ def post(
         server: To whom.
         parameters: Of the URL: settings, and those of a query.
         body: What is sent.
-        timeout_s: For the connection, and for each piece of the answer.
+        timeout_s: For being connected, and then for all else together.
         max_bytes: A longer answer is an error.
         is_gzip: The body is compressed.
 
@@ -88,43 +87,32 @@ def post(
         headers["X-ClickHouse-SSL-Certificate-Auth"] = "on"
     if is_gzip:
         headers["Content-Encoding"] = "gzip"
-    connection = _connection(server, timeout_s)
     try:
-        connection.request("POST", f"{server.path}/?{urlencode(parameters)}", body, headers)
-        response = connection.getresponse()
-        is_ok = response.status == http.HTTPStatus.OK
-        answer = _read(response, max_bytes if is_ok else _MAX_ERROR_BYTES, is_cut=not is_ok)
+        tls = server.tls()
+    except UsageError as error:  # of files that are being replaced
+        raise Unreachable(f"certificates cannot be read: {error}") from error
+    try:
+        found = exchange(
+            (server.host, server.port),
+            tls,
+            f"{server.path}/?{urlencode(parameters)}",
+            headers,
+            body,
+            timeout_s=timeout_s,
+            max_bytes=max_bytes,
+        )
     except (OSError, http.client.HTTPException) as error:
         raise Unreachable(
             f"{server.host}:{server.port}: {error or type(error).__name__}"
         ) from error
-    finally:
-        connection.close()
-    code = response.getheader("X-ClickHouse-Exception-Code", "")
+    if found.is_cut and found.status == http.HTTPStatus.OK:
+        raise Unreachable(
+            f"{server.host}:{server.port}: the answer is longer than {max_bytes:,} bytes"
+        )
+    code = found.headers.get("X-ClickHouse-Exception-Code", "")
     return Reply(
-        response.status,
+        found.status,
         int(code) if code.isascii() and code.isdigit() and len(code) < 8 else int(bool(code)),
-        answer,
-        response.getheader("Retry-After", ""),
+        found.body,
+        found.headers.get("Retry-After", ""),
     )
-
-
-def _connection(server: Server, timeout_s: float) -> http.client.HTTPConnection:
-    try:
-        context = server.tls()
-    except UsageError as error:  # of files that are being replaced
-        raise Unreachable(f"certificates cannot be read: {error}") from error
-    if context is None:
-        return http.client.HTTPConnection(server.host, server.port, timeout=timeout_s)
-    return http.client.HTTPSConnection(server.host, server.port, timeout=timeout_s, context=context)
-
-
-def _read(response: http.client.HTTPResponse, max_bytes: int, *, is_cut: bool) -> bytes:
-    pieces = []
-    left = max_bytes + 1
-    while left > 0 and (piece := response.read(min(left, _PIECE_BYTES))):
-        pieces.append(piece)
-        left -= len(piece)
-    if left <= 0 and not is_cut:
-        raise http.client.HTTPException(f"the answer is longer than {max_bytes:,} bytes")
-    return b"".join(pieces)[:max_bytes]

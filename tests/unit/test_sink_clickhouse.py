@@ -236,6 +236,22 @@ def test_nobody_is_there_and_a_body_that_is_none() -> None:
     assert [*sink.encode([])] == []
 
 
+def test_a_server_that_answers_a_byte_at_a_time_costs_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clickhouse_sink, "_TIMEOUT_S", 0.4)
+    with clickhouse() as (stand_in, url):
+        stand_in.drips = True
+        address = address_of(url)
+        assert isinstance(address, Server)
+        sink = ClickHouseSink(address)
+        request = next(sink.encode([_batch(small_profile())]))
+        began_s = time.monotonic()
+        with pytest.raises(SinkAway, match="no answer in time"):
+            sink.send(request)
+        assert time.monotonic() - began_s < 5
+
+
 def test_rows_that_would_vanish_are_too_old() -> None:
     address = address_of("clickhouse://127.0.0.1:1/aiflame")
     assert isinstance(address, Server)
