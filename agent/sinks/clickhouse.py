@@ -235,6 +235,9 @@ class ClickHouseSink:
             raise SinkAway(f"ClickHouse does not answer: {error}") from error
         except AiflameError as error:
             raise SinkAway(f"ClickHouse cannot be asked: {error}") from error
+        if not reply.is_error and reply.body:
+            why = "no ClickHouse at this URL"
+            raise SinkRefused(f"{self.name}: {why}: it answers {reply.words}", why)
         if not reply.is_error:
             self._note_sent(stack_ids, _week_of(request.begin_unix_ns))
             return Counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import gzip
+import http
 import json
 import os
 import re
@@ -26,7 +27,7 @@ from aiflame.agent.store.engine import (
     StoreError,
     parameter_text,
 )
-from aiflame.agent.store.http import Unreachable, post
+from aiflame.agent.store.http import Reply, Unreachable, post
 
 # What a query may do: read, and choose settings but this one (ClickHouse's documentation,
 # "Permissions for queries": readonly).
@@ -68,11 +69,12 @@ class ServerEngine:
 
     def create_database(self) -> None:
         """Makes the database, if there is none."""
-        self._ask(f"CREATE DATABASE IF NOT EXISTS {self._server.database}", {}, has_database=False)
+        statement = f"CREATE DATABASE IF NOT EXISTS {self._server.database}"
+        self._refuse_answer(self._ask(statement, {}, has_database=False))
 
     def execute(self, statement: str) -> None:
         """Runs a statement that has no answer."""
-        self._ask(statement, {})
+        self._refuse_answer(self._ask(statement, {}))
 
     def query(self, statement: str, parameters: Mapping[str, Parameter] | None = None) -> Answer:
         """Asks."""
@@ -87,10 +89,19 @@ class ServerEngine:
             "insert_deduplication_token": token,
             "query": f"INSERT INTO {table} FORMAT JSONEachRow",
         }
-        self._ask(gzip.compress(rows, mtime=0), settings, is_gzip=True)
+        self._refuse_answer(self._ask(gzip.compress(rows, mtime=0), settings, is_gzip=True))
 
     def close(self) -> None:
         """Closes it."""
+
+    def _refuse_answer(self, body: bytes) -> None:
+        """Refuses what says something where a server says nothing: it has taken nothing."""
+        if body:
+            said = Reply(http.HTTPStatus.OK, 0, body).words
+            raise StoreError(
+                f"no ClickHouse at {self._server.host}:{self._server.port}: it answers {said}",
+                "name the port of its HTTP interface: 8123, or 8443 with TLS",
+            )
 
     def _ask(
         self,

@@ -3,7 +3,7 @@
 
 Source: ClickHouse's documentation, "HTTP interface". An error has another status than 200 and the
 number of the exception in X-ClickHouse-Exception-Code; `wait_end_of_query` makes the server hold
-the status back until it knows it.
+the status back until it knows it. What returns no table, as an insert, has an empty answer.
 """
 
 from __future__ import annotations

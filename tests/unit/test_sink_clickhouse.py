@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,6 +21,8 @@ from aiflame.agent.sinks import clickhouse as clickhouse_sink
 from aiflame.agent.sinks.clickhouse import ClickHouseSink
 from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
 from aiflame.agent.store.address import PASSWORD_VARIABLE, Server, address_of
+from aiflame.agent.store.engine import StoreError
+from aiflame.agent.store.engines import ServerEngine
 from clickhouse_server import PASSWORD, USER, StandIn, clickhouse
 from device_profiles import small_timed_profile
 from profiles import RECORDING, hostile_profile, small_profile
@@ -222,6 +224,42 @@ def test_a_server_that_is_none(
     with pytest.raises((SinkAway, SinkRefused)):
         sink.send(next(sink.encode([_batch(small_profile())])))
     assert len(stand_in.requests) == 1, "no redirection is followed"
+
+
+@pytest.mark.parametrize("text", [b"<html>welcome to nginx</html>", b"Ok.\n", b"\xff" * 9_000])
+def test_a_page_of_something_else_is_no_success(
+    server: tuple[StandIn, Server], text: bytes
+) -> None:
+    # GIVEN what is no ClickHouse, and answers each request well
+    stand_in, address = server
+    sink = ClickHouseSink(address)
+    request = next(sink.encode([_batch(small_profile())]))
+    stand_in.answers = [(200, {}, text)]
+    # WHEN a request is sent THEN it is not taken for sent, and neither are its stacks
+    with pytest.raises(SinkRefused, match="no ClickHouse at this URL") as refused:
+        sink.send(request)
+    assert refused.value.reason == "no ClickHouse at this URL"
+    assert str(refused.value).isprintable()
+    assert next(sink.encode([_batch(small_profile(), 1)])).body.startswith(b"stacks ")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        lambda engine: engine.create_database(),
+        lambda engine: engine.execute("OPTIMIZE TABLE samples"),
+        lambda engine: engine.insert("samples", b"{}\n", "token"),
+    ],
+)
+def test_a_store_is_not_changed_by_a_page_of_something_else(
+    changes: Callable[[ServerEngine], None],
+) -> None:
+    with clickhouse() as (stand_in, url):
+        address = address_of(url)
+        assert isinstance(address, Server)
+        stand_in.answers = [(200, {}, b"<html>welcome to nginx</html>")]
+        with pytest.raises(StoreError, match=r"no ClickHouse at 127\.0\.0\.1:.*welcome"):
+            changes(ServerEngine(address))
 
 
 def test_nobody_is_there_and_a_body_that_is_none() -> None:
