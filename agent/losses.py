@@ -548,6 +548,15 @@ class LossKind(enum.Enum):
         "containers of which only the id is known: what they did is there, as unknown-container",
         cure="set kubelet, or let the agent read the files of the container engine",
     )
+    PODS_NOT_TOLD = _Entry(
+        "containers whose pods the kubelet has not told of yet, and rules ask about pods: what they"
+        " did is not sent"
+    )
+    PODS_NOT_KNOWN = _Entry(
+        "containers whose pods are not known, since no kubelet answers, and rules ask about pods:"
+        " what they did is not sent",
+        cure="set kubelet, or see in the agent's log why it does not answer",
+    )
     LABELS_MERGED = _Entry(
         "processes of more containers and services than one stretch may tell apart: what they did"
         " is there, as other",

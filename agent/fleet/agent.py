@@ -57,6 +57,7 @@ from aiflame.agent.kernel import abi, checks, descriptors
 from aiflame.agent.kernel.least import give_up_rights
 from aiflame.agent.kernel.loader import ProgramOptions
 from aiflame.agent.kernel.probes import online_cpus
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.window import Window
 from aiflame.agent.processes import procfs
@@ -582,6 +583,10 @@ class _Agent:
             self._left_out_paths.update(report.get("left_out_paths", ()))
             self._recorder.leave_out(self._left_out_paths)
         if "done" in report:
+            held_back = report["losses"].get(LossKind.PODS_NOT_KNOWN.stored_name, 0)
+            self._health.unready = words = _words_of_unknown(held_back)
+            if words:
+                self._log.say_seldom("pods not known", words)
             seconds = int(report["duration_ns"]) / _NS_PER_S
             samples = int(report["samples"])
             self._log.say_seldom(
@@ -668,6 +673,13 @@ class _Agent:
             self._naming.close()
         if self._stretch is not None:
             self._stretch.close()
+
+
+def _words_of_unknown(containers: int) -> str:
+    """Returns why an agent does not do what its rules say, "" where it does."""
+    if not containers:
+        return ""
+    return f"{containers:,} {LossKind.PODS_NOT_KNOWN.meaning}; {LossKind.PODS_NOT_KNOWN.cure}"
 
 
 def _with_fixed(new: AgentSettings, old: AgentSettings) -> AgentSettings:

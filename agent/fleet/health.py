@@ -72,6 +72,7 @@ class HealthServer:
     Args:
         settings: Of the agent; `health` is not "".
         vitals: What it tells.
+        unready: Returns why /readyz alone answers with an error, "" for no reason.
 
     Attributes:
         url: Of the server.
@@ -80,14 +81,16 @@ class HealthServer:
         AiflameError: The address is taken, or a file of TLS cannot be read.
     """
 
-    def __init__(self, settings: AgentSettings, vitals: Vitals) -> None:
+    def __init__(
+        self, settings: AgentSettings, vitals: Vitals, unready: Callable[[], str] = str
+    ) -> None:
         from prometheus_client import CollectorRegistry
 
         registry = CollectorRegistry(auto_describe=False)
         registry.register(vitals)
         host, port = settings.health_address
         certificate = None if settings.health_cert_file is None else _Certificate(settings)
-        answers = _Answers(vitals, registry, settings.health_token)
+        answers = _Answers(vitals, registry, settings.health_token, unready)
         with contextlib.ExitStack() as parts:
             try:
                 listening = parts.enter_context(_listening(host, port))
@@ -119,12 +122,16 @@ class HealthEndpoint:
         settings: Of the agent; with `health` "" there is none.
         vitals: What it tells.
         log: Takes a line once it is there, and one for each reason why it is not.
+
+    Attributes:
+        unready: Why /readyz alone answers with an error, "" for no reason.
     """
 
     def __init__(self, settings: AgentSettings, vitals: Vitals, log: Log) -> None:
         self._settings = settings
         self._vitals = vitals
         self._log = log
+        self.unready = ""
         self._server: HealthServer | None = None
         self._said = ""
         self.keep()
@@ -134,7 +141,7 @@ class HealthEndpoint:
         if self._server is not None or not self._settings.health:
             return
         try:
-            self._server = HealthServer(self._settings, self._vitals)
+            self._server = HealthServer(self._settings, self._vitals, lambda: self.unready)
         except AiflameError as error:  # the agent records without it
             if str(error) != self._said:
                 self._said = str(error)
@@ -197,8 +204,15 @@ class _Certificate:
 class _Answers:
     """What is said to a request."""
 
-    def __init__(self, vitals: Vitals, registry: CollectorRegistry, token: Secret | None) -> None:
+    def __init__(
+        self,
+        vitals: Vitals,
+        registry: CollectorRegistry,
+        token: Secret | None,
+        unready: Callable[[], str],
+    ) -> None:
         self._vitals = vitals
+        self._unready = unready
         self._registry = registry
         self._secret = token
         self._token = "" if token is None else token.read()
@@ -221,6 +235,8 @@ class _Answers:
     def _of(self, path: bytes) -> _Answer:
         if path in (b"/healthz", b"/readyz"):
             trouble = self._vitals.trouble
+            if path == b"/readyz":  # a probe of /healthz would end what records all else
+                trouble = trouble or self._unready()
             status = http.HTTPStatus.SERVICE_UNAVAILABLE if trouble else http.HTTPStatus.OK
             return _Answer(status, f"{trouble or 'ok'}\n".encode())
         if path == b"/metrics":

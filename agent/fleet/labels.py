@@ -100,6 +100,12 @@ UNKNOWN_CONTAINER = "unknown-container"
 # not tell its id.
 _SANDBOX = "pause"
 
+# What rules may ask about a container that its pod tells, and what the pod's list of containers.
+_TOLD_OF_CONTAINER = frozenset(("container", "version"))
+TOLD_OF_POD = _TOLD_OF_CONTAINER | frozenset(
+    ("namespace", "pod", "service", "workload", "workload_kind", "label", "annotation")
+)
+
 _SERVICE_LABELS = ("app.kubernetes.io/name", "app")
 _COMPOSE_SERVICE = "com.docker.compose.service"
 _VERSION_LABEL = "app.kubernetes.io/version"
@@ -142,12 +148,16 @@ class Subject:
         tags: Labels of its pod or container.
         annotations: Of its pod.
         unit: The systemd unit under its own name, where that in the labels is of many units.
+        unknown: What rules may ask about and the kubelet has not told yet, as they call it.
+        is_awaited: Whether that may still come within a minute.
     """
 
     labels: Labels
     tags: Tags = ()
     annotations: Tags = ()
     unit: str = ""
+    unknown: frozenset[str] = frozenset()
+    is_awaited: bool = False
 
 
 class Pods(Protocol):
@@ -181,7 +191,10 @@ class _Known:
     first_s: float
     used_s: float
     asked_s: float
+    group: str = ""  # of one that the kubelet has not told of when it was seen
+    uid: str = ""  # of its pod, likewise
     pod: Pod | None = None  # of a sandbox, of which the kubelet tells no more
+    is_learnt: bool = False  # and nobody was told so
 
 
 def _no_facts(_uid: int, _ids: Iterable[str]) -> dict[str, EngineFacts]:
@@ -211,6 +224,9 @@ class Labeller:
         rootless_facts: Callable[[int, Iterable[str]], dict[str, EngineFacts]] = _no_facts,
     ) -> None:
         self.changes = 0
+        self._list = PodList()
+        self._listed_s = 0.0
+        self._has_learnt = False
         self.use(options, pods)
         self._engine_facts = engine_facts
         self._rootless_facts = rootless_facts
@@ -275,6 +291,7 @@ class Labeller:
     def expect(self, cgroups: Iterable[str]) -> None:
         """Looks for containers as soon as one is seen, so that they are known when labels are."""
         now_s = self._clock_s()
+        self._take_list(now_s)
         paths = {_whole(cgroup) for cgroup in cgroups}
         missing = []
         for path in paths:
@@ -286,13 +303,14 @@ class Labeller:
             if container is None or not container.id:
                 continue
             known = self._seen(container.id, now_s)
-            of_pod = self._pods.pods.containers.get(container.id)
+            of_pod = self._list.containers.get(container.id)
             if of_pod is not None:
                 self._take(known, of_pod)
             elif _is_to_be_asked(known, now_s):
                 if _is_of_kubelet(container.path):
-                    uid = identity_of(container.path).pod_uid
-                    known.pod = self._pods.pods.pods.get(uid, known.pod)
+                    known.group = container.path
+                    known.uid = identity_of(container.path).pod_uid
+                    known.pod = self._list.pods.get(known.uid, known.pod)
                     if now_s - known.first_s <= _ASKED_FOR_S:
                         self._pods.ask()
                 elif now_s - known.asked_s >= _pause_s(known):
@@ -303,6 +321,41 @@ class Labeller:
                 if container_id in missing:
                     self._take(self._known[container_id], facts)
         self._forget(now_s)
+
+    def take_learnt(self) -> set[str]:
+        """Returns cgroups of containers that were seen before the kubelet told of them.
+
+        Each once, when it has.
+        """
+        self._take_list(self._clock_s())
+        if not self._has_learnt:
+            return set()
+        self._has_learnt = False
+        learnt = set()
+        for known in self._known.values():
+            if known.is_learnt:
+                known.is_learnt = False
+                learnt.add(known.group)
+        return learnt
+
+    def _take_list(self, now_s: float) -> None:
+        """Takes what the kubelet told last of those that were seen before; mostly it is known."""
+        told = self._pods.pods
+        if told is self._list:
+            return
+        self._list = told
+        if not told.pods:  # nobody has answered yet
+            return
+        self._listed_s = now_s
+        for container_id, known in self._known.items():
+            if known.facts is not None or not known.uid:
+                continue
+            of_pod, pod = told.containers.get(container_id), told.pods.get(known.uid, known.pod)
+            if of_pod is not None or pod != known.pod:
+                known.is_learnt = self._has_learnt = True
+            known.pod = pod
+            if of_pod is not None:
+                self._take(known, of_pod)
 
     def _expect_of_user(self, uid: int, path: str, now_s: float) -> None:
         container = _of_rootless(path)
@@ -402,10 +455,20 @@ class Labeller:
         if not uid:
             return Subject(labels)
         pod = None if known is None else known.pod
-        if pod is None:
-            return Subject(replace(labels, pod_uid=uid))
+        if known is None or pod is None:
+            is_awaited = known is None or self._clock_s() - known.first_s <= _ASKED_FOR_S
+            labels = replace(labels, pod_uid=uid)
+            return Subject(labels, unknown=TOLD_OF_POD, is_awaited=is_awaited)
         is_sandbox = PurePath(process.executable).name == _SANDBOX
-        return self._of_pod(labels, PodContainer(pod, _SANDBOX if is_sandbox else "", "", "", ""))
+        name = _SANDBOX if is_sandbox else ""
+        found = self._of_pod(labels, PodContainer(pod, name, "", "", ""))
+        # A kubelet that tells of the pod for so long tells of its containers, and of no sandbox.
+        if is_sandbox or self._listed_s - known.first_s > _ASKED_FOR_S:
+            return found
+        # What has no better name is called after its container.
+        is_named = found.labels.service != plain(pod.name)
+        unknown = _TOLD_OF_CONTAINER if is_named else _TOLD_OF_CONTAINER | {"service"}
+        return replace(found, unknown=unknown, is_awaited=True)
 
     def _of_pod(self, labels: Labels, found: PodContainer) -> Subject:
         pod, tags = found.pod, dict(found.pod.labels)

@@ -9,6 +9,10 @@ recorded if a rule of `include` holds, or there is none, and no rule of `exclude
 What holds for a whole cgroup is left out in the kernel: by the cgroup's id (`left_out`), or process
 by process where v1 groups them (`left_out_paths`). What depends on the process is left out when
 labels are made.
+
+A rule that asks about what the kubelet has not told yet is open. What it decides about is recorded
+for a minute, so that nothing is missing of what turns out to be wanted, and none of it is sent
+before it is known.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from pathlib import Path
 from typing import Protocol
 
 from aiflame.agent.errors import UsageError
-from aiflame.agent.fleet.labels import Subject
+from aiflame.agent.fleet.labels import TOLD_OF_POD, Subject
 from aiflame.agent.processes.identity import identity_of
 
 _UNIT = "unit"
@@ -67,7 +71,9 @@ class _Condition:
             raise UsageError(f"more than {_MAX_WILDCARDS} wildcards: {text!r}")
         return cls(what, name, re.compile(translate(value)))
 
-    def holds(self, subject: Subject, process: str) -> bool:
+    def holds(self, subject: Subject, process: str) -> bool | None:
+        if self.what in subject.unknown:
+            return None
         if self.what in (_LABEL, _ANNOTATION):
             tags = subject.tags if self.what == _LABEL else subject.annotations
             return any(n == self.name and self.pattern.match(v) is not None for n, v in tags)
@@ -99,13 +105,18 @@ class Rule:
         """Whether processes of one cgroup may differ in it."""
         return any(each.what == _PROCESS for each in self.conditions)
 
-    def holds(self, subject: Subject, process: str) -> bool:
-        """Whether it holds for a process of that name."""
-        return all(each.holds(subject, process) for each in self.conditions)
+    @property
+    def asks_pods(self) -> bool:
+        """Whether the kubelet tells what it asks about."""
+        return any(each.what in TOLD_OF_POD for each in self.conditions)
 
-    def may_hold(self, subject: Subject) -> bool:
-        """Whether it holds for some name of a process."""
-        return all(e.what == _PROCESS or e.holds(subject, "") for e in self.conditions)
+    def holds(self, subject: Subject, process: str) -> bool | None:
+        """Whether it holds for a process of that name, None where that is not known yet."""
+        return _all(each.holds(subject, process) for each in self.conditions)
+
+    def may_hold(self, subject: Subject) -> bool | None:
+        """Whether it holds for some name of a process, None where that is not known yet."""
+        return _all(e.holds(subject, "") for e in self.conditions if e.what != _PROCESS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,23 +140,45 @@ class Selection:
         """
         return cls(tuple(map(Rule.parse, include)), tuple(map(Rule.parse, exclude)))
 
-    def takes(self, subject: Subject, process: str) -> bool:
-        """Whether a process is recorded.
+    @property
+    def asks_pods(self) -> bool:
+        """Whether a rule asks about what the kubelet tells."""
+        return any(rule.asks_pods for rule in (*self.include, *self.exclude))
+
+    def takes(self, subject: Subject, process: str) -> bool | None:
+        """Whether a process is recorded, None where that is not known yet.
 
         Args:
             subject: Who it is.
             process: Its name.
         """
-        if any(rule.holds(subject, process) for rule in self.exclude):
+        is_excluded = _any(rule.holds(subject, process) for rule in self.exclude)
+        is_included = not self.include or _any(r.holds(subject, process) for r in self.include)
+        if is_excluded or is_included is False:
             return False
-        return not self.include or any(rule.holds(subject, process) for rule in self.include)
+        return None if is_excluded is None else is_included
 
     def leaves_out(self, subject: Subject) -> bool:
         """Whether no process of a cgroup is recorded, whatever its name is."""
         for rule in self.exclude:
             if not rule.asks_process and rule.holds(subject, ""):
                 return True
-        return bool(self.include) and not any(rule.may_hold(subject) for rule in self.include)
+        if not self.include:
+            return False
+        may_hold = _any(rule.may_hold(subject) for rule in self.include)
+        return not (subject.is_awaited if may_hold is None else may_hold)
+
+
+def _all(found: Iterable[bool | None]) -> bool | None:
+    """Whether all hold: one that does not settles it, whatever is not known of others."""
+    each = [*found]
+    return False if False in each else None if None in each else True
+
+
+def _any(found: Iterable[bool | None]) -> bool | None:
+    """Whether one holds: that settles it, whatever is not known of others."""
+    each = [*found]
+    return True if True in each else None if None in each else False
 
 
 class Owners(Protocol):
@@ -209,6 +242,16 @@ def known_groups(mount: Path, *, is_v1_beside: bool = False) -> dict[str, int]:
     }
 
 
+def ids_below(mount: Path, cgroup: str) -> set[int]:
+    """Returns the ids of a container's cgroup and of those below it.
+
+    Args:
+        mount: Of cgroup v2, as the host has it.
+        cgroup: Its path.
+    """
+    return {number for _, number in _groups(mount / cgroup.lstrip("/"), cgroup)}
+
+
 def have_containers(mounts: Iterable[Path]) -> bool:
     """Returns whether a container is grouped there.
 
@@ -218,9 +261,14 @@ def have_containers(mounts: Iterable[Path]) -> bool:
     return any(identity_of(path).containers for mount in mounts for path, _ in _groups(mount))
 
 
-def _groups(mount: Path) -> Iterator[tuple[str, int]]:
-    """Yields the path and the id of each cgroup that holds processes, or may."""
-    waiting = [("/", str(mount), 0, "")]
+def _groups(mount: Path, owner: str = "") -> Iterator[tuple[str, int]]:
+    """Yields the path and the id of each cgroup that holds processes, or may.
+
+    Args:
+        mount: Where they are.
+        owner: To whom all of them are delegated, if to anybody.
+    """
+    waiting = [("/", str(mount), 0, owner)]
     count = 0
     of_owners: Counter[str] = Counter()
     while waiting and count < _MAX_GROUPS:

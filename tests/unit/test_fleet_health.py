@@ -87,6 +87,20 @@ def test_an_agent_is_healthy_while_windows_come(
     assert code == 503 and words.startswith("no window for 101 s")
 
 
+def test_that_rules_cannot_be_followed_makes_an_agent_not_ready(vitals: Vitals) -> None:
+    reasons = ["3 containers whose pods are not known"]
+    server = HealthServer(_settings(), vitals, lambda: reasons[-1])
+    try:
+        vitals.note_window(RandomRecording(1).windows(1)[0], is_kept=True)
+        # THEN it records all the same, and is not to be begun anew
+        assert _get(server.url + "/readyz") == (503, f"{reasons[0]}\n")
+        assert _get(server.url + "/healthz") == (200, "ok\n")
+        reasons.append("")
+        assert _get(server.url + "/readyz") == (200, "ok\n")
+    finally:
+        server.close()
+
+
 def _metrics(server: HealthServer) -> dict[tuple[str, ...], float]:
     code, text = _get(server.url + "/metrics")
     assert code == 200

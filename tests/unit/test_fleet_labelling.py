@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from aiflame.agent.fleet.config import AgentConfig, load
 from aiflame.agent.fleet.host_checks import CgroupLayout
 from aiflame.agent.fleet.known_containers import keep, kept
 from aiflame.agent.fleet.labelling import Labelling, LeftOut
-from aiflame.agent.fleet.labels import NoPods
+from aiflame.agent.fleet.labels import Labeller, NoPods
 from aiflame.agent.fleet.pods import Pod, PodContainer, PodList
 from aiflame.agent.fleet.sinks import SINKS, sink_module
 from aiflame.agent.model.batch import Labels
@@ -130,6 +131,122 @@ def test_where_v1_groups_processes_they_are_left_out_by_their_paths(
     found = made.newly_left_out()
     # THEN it is said at once which of them are left out.
     assert found == (LeftOut(paths=frozenset(wanted)) if wanted else None)
+
+
+_UID = "0f9cdd5e-8d1c-4d5a-9d5f-6a4b1ad0c9ab"
+_IN_POD = f"/kubepods/burstable/pod{_UID}/{'b' * 64}"
+
+
+class _Kubelet(NoPods):
+    """What is told of pods; a test says what, and when."""
+
+    made: list[_Kubelet]
+    error = ""
+
+    def __init__(self, _fetch: object) -> None:
+        super().__init__()
+        self.made.append(self)
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def tell(self, namespace: str) -> None:
+        pod = Pod(namespace, "web-1", _UID)
+        self.pods = PodList({"b" * 64: PodContainer(pod, "app", "", "", "")}, {_UID: pod})
+
+
+@pytest.fixture
+def kubelets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[_Kubelet]:
+    """Those that are asked, on a host with the cgroup of one pod's container."""
+    _Kubelet.made = []
+    monkeypatch.setattr(labelling, "PodWatch", _Kubelet)
+    monkeypatch.setattr(labelling, "cgroup2_mounts", lambda: [tmp_path])
+    monkeypatch.setattr(labelling, "cgroup_layout", lambda: CgroupLayout.UNIFIED)
+    (tmp_path / _IN_POD.lstrip("/") / "init").mkdir(parents=True)
+    return _Kubelet.made
+
+
+@pytest.fixture
+def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time; the last is now."""
+    times = [1000.0]
+
+    def clock_s() -> float:
+        return times[-1]
+
+    monkeypatch.setattr("time.monotonic", clock_s)
+    monkeypatch.setattr(labelling, "Labeller", partial(Labeller, clock_s=clock_s))
+    return times
+
+
+def _of_pod(tmp_path: Path, **rules: object) -> tuple[Labelling, set[int]]:
+    """Returns who labels it, and the ids of its cgroup and the one below that."""
+    directory = str(tmp_path / "d")
+    config = _config(directory=directory, kubelet="127.0.0.1", **rules)
+    group = tmp_path / _IN_POD.lstrip("/")
+    return Labelling(config.agent), {path.stat().st_ino for path in (group, group / "init")}
+
+
+@pytest.mark.parametrize("namespace", ["shop", "other"])
+def test_the_start_of_a_pod_that_is_included_is_not_missing(
+    tmp_path: Path, kubelets: list[_Kubelet], now_s: list[float], namespace: str
+) -> None:
+    one, groups = _of_pod(tmp_path, include="namespace=shop")
+    # GIVEN a pod of which the kubelet has not told yet THEN it is recorded, and all else is not
+    found = one.newly_left_out()
+    assert found is not None and found.ids and not groups & found.ids
+    # AND it is not sent
+    process_of_pod = replace(process(7, "x"), cgroup=_IN_POD)
+    assert one.of([process_of_pod]) == [None]
+    assert [(loss.name, loss.count) for loss in one.losses] == [("pods_not_told", 1)]
+    # WHEN it tells, three seconds later
+    now_s.append(now_s[-1] + 3)
+    kubelets[0].tell(namespace)
+    # THEN it is sent or left out, at once, as the rules say
+    found = one.newly_left_out()
+    assert (found is not None and groups <= found.ids) == (namespace == "other")
+    (labels,) = one.of([process_of_pod])
+    assert (labels is not None) == (namespace == "shop")
+    assert one.losses == ()
+
+
+def test_a_pod_that_is_never_told_of_is_not_recorded_all_day(
+    tmp_path: Path, kubelets: list[_Kubelet], now_s: list[float]
+) -> None:
+    one, groups = _of_pod(tmp_path, include="namespace=shop")
+    found = one.newly_left_out()
+    assert found is not None and not groups & found.ids
+    now_s.append(now_s[-1] + 61)
+    found = one.newly_left_out()
+    assert found is not None and groups <= found.ids
+    # WHEN the kubelet answers at last THEN it is recorded at once
+    now_s.append(now_s[-1] + 3)
+    kubelets[0].tell("shop")
+    found = one.newly_left_out()
+    assert found is not None and not groups & found.ids
+
+
+@pytest.mark.parametrize("kubelet", ["silent", "none"])
+def test_what_may_be_of_a_tenant_that_is_excluded_is_not_sent(
+    tmp_path: Path, kubelets: list[_Kubelet], kubelet: str
+) -> None:
+    # GIVEN a tenant that is excluded, and nobody who tells which pods are the tenant's
+    one, groups = _of_pod(tmp_path, exclude="namespace=shop")
+    kubelets[0].error = "connection refused"
+    if kubelet == "none":
+        settings = _config(directory=str(tmp_path / "d"), exclude="namespace=shop").agent
+        one.use(settings)
+    # WHEN a stretch is labelled THEN pods are not sent, and all else is
+    host = replace(process(8, "job"), cgroup="/system.slice/job.service")
+    pod, labels = one.of([replace(process(7, "x"), cgroup=_IN_POD), host])
+    assert pod is None and labels is not None
+    # AND it is counted
+    assert [(loss.name, loss.count) for loss in one.losses] == [("pods_not_known", 1)]
+    found = one.newly_left_out()
+    assert found is not None and not groups & found.ids
 
 
 @pytest.mark.parametrize("rule", ["", "nginx", "colour=red", "=x"])

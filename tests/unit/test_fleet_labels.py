@@ -395,6 +395,49 @@ def test_a_sandbox_is_of_its_pod() -> None:
     assert labels.container_id == _ID
 
 
+def test_what_is_not_known_of_a_pod_is_said() -> None:
+    pods, clock = _Pods(), _Clock()
+    labeller = _labeller(pods, None, clock)
+    # GIVEN a container of which the kubelet has told nothing, for a minute and longer
+    assert "namespace" in labeller.of_group(_KUBE).unknown
+    assert labeller.of_group(_KUBE).is_awaited
+    clock.now_s += 61
+    found = labeller.of_group(_KUBE)
+    assert "namespace" in found.unknown and not found.is_awaited
+    # WHEN it tells soon of the pod of another, whose containers are not in its status yet
+    labeller = _labeller(pods, None, clock)
+    labeller.expect([_KUBE])
+    pods.pods = PodList({}, {_UID: _POD})
+    found = labeller.of_group(_KUBE)
+    # THEN the container alone is unknown, but for the sandbox
+    assert (found.labels.namespace, found.unknown) == ("prod", {"container", "version"})
+    (sandbox,) = labeller.subjects([_process(_KUBE, "/pause")])
+    assert sandbox.unknown == set()
+    # AND nothing is, once it has told that again for a while: another sandbox, or once it tells
+    clock.now_s += 61
+    pods.pods = PodList({}, {_UID: _POD})
+    assert labeller.of_group(_KUBE).unknown == set()
+    of_others = (_DOCKER, "/system.slice/nginx.service", f"{_USER}/x.service", "/")
+    assert all(labeller.of_group(path).unknown == set() for path in of_others)
+
+
+def test_that_the_kubelet_has_told_of_a_pod_is_seen_at_once() -> None:
+    pods = _Pods()
+    labeller = _labeller(pods)
+    labeller.expect([_KUBE, _DOCKER])
+    for found, learnt in (
+        (PodList({}, {"another": _POD}), set()),
+        (PodList({}, {_UID: _POD}), {_KUBE}),
+        (PodList({_OTHER_ID: PodContainer(_POD, "", "", "", "")}, {_UID: _POD}), set()),
+        (PodList({_ID: PodContainer(_POD, "web", "", "", "")}, {_UID: _POD}), {_KUBE}),
+        (PodList({_ID: PodContainer(_POD, "web", "", "", "")}, {_UID: _POD}), set()),
+    ):
+        pods.pods = found
+        labeller.expect([_DOCKER])
+        assert labeller.take_learnt() == learnt
+    assert _labels(labeller, _KUBE).container == "web"
+
+
 def test_labels_outlive_the_container() -> None:
     clock, pods = _Clock(), _Pods((_ID, PodContainer(_POD, "web", "", "", "")))
     labeller = _labeller(pods, None, clock)

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet import selection
-from aiflame.agent.fleet.labels import Subject
+from aiflame.agent.fleet.labels import TOLD_OF_POD, Subject
 from aiflame.agent.fleet.selection import Selection, left_out
 from aiflame.agent.model.batch import Labels
 
@@ -19,6 +20,13 @@ _SHOP = Subject(
     (("aiflame", "off"),),
 )
 _CRON = Subject(Labels(service="cron", unit="cron.service"))
+# Of a pod that the kubelet has not told of, in its first minute and later.
+_NEW = Subject(
+    Labels("unknown-container", engine="containerd", pod_uid="7"),
+    unknown=TOLD_OF_POD,
+    is_awaited=True,
+)
+_OLD = replace(_NEW, is_awaited=False)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +90,42 @@ def test_which_cgroups_nothing_is_recorded_of(
     # What is left out in the kernel would be left out here, too.
     for subject in (_SHOP, _CRON):
         assert not (selection.leaves_out(subject) and selection.takes(subject, "worker"))
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "takes", "leaves_out_new", "leaves_out_old"),
+    [
+        ([], [], True, False, False),
+        # What is not known is not sent, and is recorded for as long as it may be known.
+        (["namespace=shop"], [], None, False, True),
+        (["label:team=a", "unit=cron.service"], [], None, False, True),
+        (["container=web,process=work*"], [], None, False, True),
+        ([], ["namespace=shop"], None, False, False),
+        ([], ["annotation:aiflame=off"], None, False, False),
+        (["namespace=shop"], ["pod=x"], None, False, True),
+        # What is known may settle it.
+        ([], ["unit=cron.service"], True, False, False),
+        (["unit=cron.service"], [], False, True, True),
+        (["engine=containerd"], [], True, False, False),
+        (["namespace=shop", "engine=containerd"], [], True, False, False),
+        (["namespace=shop,engine=docker"], [], False, True, True),
+        ([], ["namespace=shop,engine=docker"], True, False, False),
+        ([], ["namespace=shop,process=nginx"], True, False, False),
+        ([], ["namespace=shop", "engine=containerd"], False, True, True),
+        (["unit=cron.service"], ["namespace=shop"], False, True, True),
+    ],
+)
+def test_rules_about_a_pod_that_is_not_known_yet(
+    include: list[str],
+    exclude: list[str],
+    takes: bool | None,
+    leaves_out_new: bool,
+    leaves_out_old: bool,
+) -> None:
+    selection = Selection.parse(include, exclude)
+    assert (selection.takes(_NEW, "worker"), selection.takes(_OLD, "worker")) == (takes, takes)
+    found = selection.leaves_out(_NEW), selection.leaves_out(_OLD)
+    assert found == (leaves_out_new, leaves_out_old)
 
 
 @pytest.mark.parametrize(
