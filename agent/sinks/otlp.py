@@ -187,20 +187,25 @@ class OtlpSink:
     def send(self, request: Request) -> Counter[str]:
         """Send a request; return how many samples were refused, at most, by what was said.
 
-        A partial success tells the number of profiles: those with the most samples are counted.
+        A partial success tells the number of profiles: those with the most samples are counted. Of
+        one that is too long to be read to its end, it is all of them.
 
         Raises:
             SinkAway: It is to be sent again.
             SinkRefused: It is not.
         """
-        from aiflame.agent.sinks.otlp_message import most_samples, rejected
+        from aiflame.agent.sinks.otlp_message import is_partial, most_samples, rejected
 
         answer = self._poster.post(request.body)
         if answer.status in _LATER:
             raise SinkAway(f"{self.name}: {answer.words}", answer.retry_after_s)
         if not answer.is_taken:
             raise SinkRefused(f"{self.name}: {answer.words}", answer.reason)
+        if answer.is_cut and is_partial(answer.body):
+            return Counter({_CUT: request.samples})
         try:
+            if answer.is_cut:
+                raise ValueError("longer than any answer of OTLP's")
             profiles, why = rejected(answer.body)
         except ValueError as error:
             why = "no OTLP at this URL"
@@ -213,6 +218,8 @@ class OtlpSink:
         return Counter({reason: most_samples(request.body, profiles)})
 
 
+# Nothing in the beginning of an answer is sure to tell how much of a request was refused.
+_CUT = "at most so many, by a partial success that is too long to be read"
 # Of what a server says of refused profiles.
 _MAX_WORDS = 100
 _NUMBERS = re.compile(r"\d+")

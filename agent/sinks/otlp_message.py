@@ -28,6 +28,10 @@ I64 = npt.NDArray[np.int64]
 
 _U64_MAX = (1 << 64) - 1
 
+# Of ExportProfilesServiceResponse: field 1, a message; and of a length that protobuf allows.
+_PARTIAL_SUCCESS = b"\x0a"
+_MOST_VARINT_BYTES = 5
+
 _SCOPE = "aiflame"
 # Parca makes the name of a profile of its scope's; this is what its users' queries begin with.
 _PARCA_SCOPE = "parca_agent"
@@ -44,6 +48,21 @@ def rejected(body: bytes) -> tuple[int, str]:
     except DecodeError as error:
         raise ValueError(str(error)) from error
     return told.partial_success.rejected_profiles, told.partial_success.error_message
+
+
+def is_partial(beginning: bytes) -> bool:
+    """Returns whether a cut answer is one that tells of a partial success.
+
+    It begins with that field, which is longer than what was read; a page that begins as such a
+    field would has one of less than 128 bytes.
+    """
+    tag, rest = beginning[:1], beginning[1:]
+    size = 0
+    for at, byte in enumerate(rest[:_MOST_VARINT_BYTES]):
+        size |= (byte & 0x7F) << 7 * at
+        if byte < 0x80:
+            return tag == _PARTIAL_SUCCESS and size > len(rest) - at - 1
+    return False
 
 
 def most_samples(body: bytes, profiles: int) -> int:

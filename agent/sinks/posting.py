@@ -29,8 +29,8 @@ from aiflame.agent.reports.words import showable
 from aiflame.agent.sinks.requests import SinkAway
 from aiflame.agent.tls import client_context
 
-# Answers of back-ends are a few numbers, or an error in a sentence.
-_MAX_ANSWER_BYTES = 64 << 10
+# Answers of back-ends are a few numbers, an error in a sentence, or one for each profile.
+_MAX_ANSWER_BYTES = 1 << 20
 # Of an error in a message of ours.
 _MAX_WORDS = 300
 # A token of Kubernetes has near 1,000 bytes.
@@ -86,13 +86,15 @@ class Answer:
 
     Attributes:
         status: Of HTTP.
-        body: At most 64 KiB of it.
+        body: At most 1 MiB of it.
         retry_after_s: When to try again, at most an hour; None where it does not say.
+        is_cut: There is more of it.
     """
 
     status: int
     body: bytes
     retry_after_s: float | None
+    is_cut: bool
 
     @property
     def is_taken(self) -> bool:
@@ -174,7 +176,8 @@ class Poster:
         except (OSError, http.client.HTTPException) as error:
             why = str(error) or type(error).__name__
             raise SinkAway(f"{self._name}: {showable(why[:_MAX_WORDS])}") from error
-        return Answer(found.status, found.body, retry_after_s(found.headers.get("Retry-After")))
+        wait_s = retry_after_s(found.headers.get("Retry-After"))
+        return Answer(found.status, found.body, wait_s, found.is_cut)
 
     @property
     def _name(self) -> str:

@@ -175,6 +175,32 @@ def test_partial_success_is_counted_and_done_with() -> None:
         assert len(server.requests) == 1
 
 
+@pytest.mark.parametrize("words", [100_000, 2_000_000])
+def test_a_long_partial_success_is_no_page_of_something_else(words: int) -> None:
+    # GIVEN a Collector that says a sentence of each profile that it refuses
+    receiver = otlp.Collector(rejects=(1, "x" * words))
+    with serving(receiver) as server:
+        sink = _otlp(server.url)
+        request = _request(sink)
+        # WHEN a request is sent THEN it is done with, and what was refused is counted: where the
+        # answer is too long to be read, at most all of it
+        (refused,) = sink.send(request).items()
+    sizes = [len(one.samples) for one in receiver.got]
+    assert refused[1] == (max(sizes) if words == 100_000 else request.samples)
+    assert len(refused[0]) <= 100
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>", b"\n<html>", b"\n", b"\n\xff\xff\xff\xff\xff\xff\xff", b"\n\x80\x01", b""]
+)
+def test_a_long_page_is_no_partial_success(body: bytes) -> None:
+    with serving(otlp.Collector()) as server:
+        server.answers = [Reply(200, body + b"x" * 2_000_000)]
+        sink = _otlp(server.url)
+        with pytest.raises(SinkRefused, match="no OTLP at this URL"):
+            sink.send(_request(sink))
+
+
 def test_partial_success_of_more_than_was_sent_is_all_of_it() -> None:
     with serving(otlp.Collector(rejects=(1 << 62, ""))) as server:
         sink = _otlp(server.url)
