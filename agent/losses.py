@@ -533,7 +533,8 @@ class LossKind(enum.Enum):
         cure="allow the agent more (cost_cpu_percent, cost_host_percent)",
     )
     NOT_DELIVERED = _Entry(
-        "samples of earlier stretches that a back-end did not take, or that waited too long for it",
+        "samples of earlier stretches that a back-end did not take, or that waited too long for it;"
+        " of each back-end by itself",
         cure="the agent's log says when; raise spool_size where it was full",
     )
     STRETCHES_LOST = _Entry(

@@ -51,6 +51,8 @@ _MAX_WAITING = 1 << 18
 
 _NAME = "{:012d}-{:020d}-{}-{:08x}.request"
 _PATTERN = re.compile(r"(\d{12})-(\d{20})-(\d{1,19})-([0-9a-f]{8})\.request")
+# In 19 digits: devices may tell of more, and a name that is not understood is never sent.
+_MOST_SAMPLES = 10**18
 _UNFINISHED = ".new"
 # Of a request that is written, and not queued yet.
 _ASIDE = ".aside"
@@ -259,7 +261,7 @@ class Delivery:
             one = WaitingRequest(
                 number,
                 request.begin_unix_ns,
-                request.samples,
+                min(request.samples, _MOST_SAMPLES),
                 zlib.crc32(request.body),
                 len(request.body),
             )

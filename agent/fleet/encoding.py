@@ -15,13 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.fleet.batches import batches_of
 from aiflame.agent.fleet.fork import Fork, ForkEnded
 from aiflame.agent.fleet.log import words_of
 from aiflame.agent.model.batch import Batch, Labels
-from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.sinks.requests import Request, RequestSink
 
 _PROCESS_NAME = "aiflame encodes"
@@ -58,13 +59,13 @@ class Summary:
 
     Attributes:
         samples: Of CPU time.
-        weights: Of stacks, as requests count them.
+        to_send: Samples of those that are not left out, as `Request.samples` counts them.
         duration_ns: How long it was.
         losses: What was lost, by name.
     """
 
     samples: int
-    weights: int
+    to_send: int
     duration_ns: int
     losses: dict[str, int]
 
@@ -142,7 +143,7 @@ def _encode(stretch: NamedStretch, sinks: Mapping[str, RequestSink], pipe: IO[by
         on_cpu = profile.samples["klass"] == SampleClass.ON_CPU
         summary = Summary(
             int(counts[on_cpu].sum()),
-            int(counts.sum()),
+            _to_send(profile, stretch.labels),
             profile.recording.duration_ns,
             {loss.name: loss.count for loss in profile.losses},
         )
@@ -154,6 +155,20 @@ def _encode(stretch: NamedStretch, sinks: Mapping[str, RequestSink], pipe: IO[by
     _tell(pipe, asdict(summary))
     for name, sink in sinks.items():
         _encode_for(name, sink, batches, pipe)
+
+
+def _to_send(profile: Profile, labels: Sequence[Labels | None]) -> int:
+    gpu = profile.gpu
+    is_sent = np.array([one is not None for one in labels], np.bool_)
+    of_threads = np.array([thread.process for thread in profile.threads], np.int64)
+    of_codes = np.array([gpu.kernels[code.kernel].process for code in gpu.codes], np.int64)
+    return sum(
+        int(rows["count"][is_sent[processes[rows[key]]]].sum())
+        for rows, processes, key in (
+            (profile.samples, of_threads, "thread"),
+            (gpu.samples, of_codes, "code"),
+        )
+    )
 
 
 def _encode_for(name: str, sink: RequestSink, batches: Sequence[Batch], pipe: IO[bytes]) -> None:

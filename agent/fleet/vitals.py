@@ -31,7 +31,10 @@ _OTHER_REASONS = "others"
 
 # What a sink counts, by its key in a state: name of the metric, and what it is.
 _SINK_COUNTERS = {
-    "sent_samples": ("sent", "Samples that a back-end took."),
+    "sent_samples": (
+        "sent",
+        "Samples that a back-end took: on-CPU samples, off-CPU intervals, samples of devices.",
+    ),
     "sent_requests": ("sent_requests", "Requests that these were in."),
     "sent_bytes": ("sent_bytes", "Bytes of these."),
     "retries": ("retried", "How often a request was sent again."),

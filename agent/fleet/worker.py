@@ -282,7 +282,7 @@ class _Worker:
             give_back_freed_memory()
             self._pages.give_back()
         for name in self._missing():
-            self._counts[name].drop(summary.weights, _NOT_MADE)
+            self._counts[name].drop(summary.to_send, _NOT_MADE)
         mark_done(folder)
         self._report(
             {
@@ -361,7 +361,7 @@ class _Worker:
         except Exception as error:  # of one sink; the others get theirs
             self._log.say_seldom(f"{name} encode", f"sink {name}: {words_of(error)}")
             reason = error.reason if isinstance(error, NotEncoded) else type(error).__name__
-            delivery.lose(summary.weights, f"cannot be encoded: {reason}")
+            delivery.lose(summary.to_send, f"cannot be encoded: {reason}")
 
     def _keep(self, name: str, sink: CaptureFiles, database: Path, started_unix_ns: int) -> None:
         try:

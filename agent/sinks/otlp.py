@@ -170,7 +170,7 @@ class OtlpSink:
         body = Message(self._flavour).encoded(parts)
         pieces = -(-len(body) // self._max_bytes)
         if pieces < 2 or (len(parts) == 1 and len(parts[0].series) == 1):
-            samples = sum(len(part.series) for part in parts)
+            samples = sum(part.series.sample_count for part in parts)
             begin_ns = min(part.of.batch.begin_unix_ns for part in parts)
             yield Request(gzip.compress(body, _GZIP_LEVEL, mtime=0), begin_ns, samples)
         elif len(parts) > 1:
@@ -185,16 +185,17 @@ class OtlpSink:
             yield from self._requests([part._replace(series=some, later_ns=later_ns)], times)
 
     def send(self, request: Request) -> Counter[str]:
-        """Send a request; return how many samples were refused, at most, by what was said.
+        """Send a request; return about how many samples were refused, by what was said.
 
-        A partial success tells the number of profiles: those with the most samples are counted. Of
-        one that is too long to be read to its end, it is all of them.
+        A partial success tells the number of profiles. Those with the most stacks are counted, with
+        as many samples as is their share of the stacks. Of one that is too long to be read to its
+        end, it is all of them.
 
         Raises:
             SinkAway: It is to be sent again.
             SinkRefused: It is not.
         """
-        from aiflame.agent.sinks.otlp_message import is_partial, most_samples, rejected
+        from aiflame.agent.sinks.otlp_message import is_partial, rejected, samples_refused
 
         answer = self._poster.post(request.body)
         if answer.status in _LATER:
@@ -215,7 +216,7 @@ class OtlpSink:
         why = why[:_MAX_WORDS]
         # Without the numbers that make a reason of its own of each answer.
         reason = _NUMBERS.sub("N", showable(why)) if why else "partial success without a reason"
-        return Counter({reason: most_samples(request.body, profiles)})
+        return Counter({reason: samples_refused(request, profiles)})
 
 
 # Nothing in the beginning of an answer is sure to tell how much of a request was refused.

@@ -20,6 +20,7 @@ from aiflame.agent.sinks.pushed import (
     Tables,
     shown_text,
 )
+from aiflame.agent.sinks.requests import Request
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.profiles.v1development import profiles_service_pb2 as service
 from opentelemetry.proto.profiles.v1development import profiles_pb2 as proto
@@ -65,16 +66,20 @@ def is_partial(beginning: bytes) -> bool:
     return False
 
 
-def most_samples(body: bytes, profiles: int) -> int:
-    """Returns how many samples so many profiles of a request have, those with the most of them."""
-    sent = service.ExportProfilesServiceRequest.FromString(gzip.decompress(body))
-    sizes = (
+def samples_refused(request: Request, profiles: int) -> int:
+    """Returns how many samples so many profiles of a request have, those with the most stacks.
+
+    A profile does not say how many it has, so it is as many as is its share of all stacks.
+    """
+    sent = service.ExportProfilesServiceRequest.FromString(gzip.decompress(request.body))
+    sizes = [
         len(profile.samples)
         for resource in sent.resource_profiles
         for scope in resource.scope_profiles
         for profile in scope.profiles
-    )
-    return sum(sorted(sizes, reverse=True)[:profiles])
+    ]
+    refused = sum(sorted(sizes, reverse=True)[:profiles])
+    return -(-request.samples * refused // max(1, sum(sizes)))
 
 
 class _Types(NamedTuple):

@@ -150,6 +150,8 @@ class Series:
         stack: Index into the stacks of the tables, each at most once.
         value: ns of the times; a number of the launches and the device samples.
         count: Of on-CPU time, how many periods; else as `value`.
+        samples: How many samples of threads or devices these are, as `Request.samples` counts them;
+            0 for launches and the times of kernels.
     """
 
     klass: PushedClass
@@ -157,12 +159,22 @@ class Series:
     stack: I64
     value: U64
     count: U64
+    samples: U64
 
     def rows(self, which: slice) -> Series:
         """Return some of it."""
         return replace(
-            self, stack=self.stack[which], value=self.value[which], count=self.count[which]
+            self,
+            stack=self.stack[which],
+            value=self.value[which],
+            count=self.count[which],
+            samples=self.samples[which],
         )
+
+    @property
+    def sample_count(self) -> int:
+        """How many samples all of it is."""
+        return int(self.samples.sum())
 
     def __len__(self) -> int:
         return len(self.stack)
@@ -248,6 +260,7 @@ class _Weights(NamedTuple):
     stack: I64
     head: I64
     value: U64
+    counted: U64
     samples: U64
 
 
@@ -296,7 +309,7 @@ class _Builder:
             value = count = samples["ns"][chosen]
             if period_ns:  # a sample may stand for several
                 count = (value + np.uint64(period_ns // 2)) // np.uint64(period_ns)
-            yield _Weights(name, period_ns, stack, head, value, count)
+            yield _Weights(name, period_ns, stack, head, value, count, samples["count"][chosen])
 
     def _causes(self) -> I64:
         is_gil = [cause is Cause.GIL for cause in Cause]
@@ -318,7 +331,8 @@ class _Builder:
             times = device_times(self._profile)
             stack = np.where(times.stack < 0, NONE, times.stack)
             head = of_kernel[times.kernel]
-            yield _Weights(PushedClass.KERNEL_TIME, 0, stack, head, times.ns, times.ns)
+            columns = (times.ns, times.ns, np.zeros_like(times.ns))
+            yield _Weights(PushedClass.KERNEL_TIME, 0, stack, head, *columns)
         if len(gpu.samples):
             yield from self._device_samples()
 
@@ -328,7 +342,8 @@ class _Builder:
         # A launch of nothing that is known: it has its API's function as the leaf.
         head = np.append(of_kernel, 0)[np.where(kernel == NONE, len(of_kernel), kernel)]
         stack = calls["stack"].astype(np.int64)
-        return _Weights(PushedClass.LAUNCHES, 0, stack, head, calls["count"], calls["count"])
+        columns = (calls["count"], calls["count"], np.zeros_like(calls["count"]))
+        return _Weights(PushedClass.LAUNCHES, 0, stack, head, *columns)
 
     def _device_samples(self) -> Iterator[_Weights]:
         found = device_samples(self._profile)
@@ -360,7 +375,7 @@ class _Builder:
         for period_ns in np.unique(period).tolist():
             chosen = period == period_ns
             count = found.count[chosen]
-            columns = (stack[chosen], head_of[pair[chosen]], count, count)
+            columns = (stack[chosen], head_of[pair[chosen]], count, count, count)
             yield _Weights(PushedClass.DEVICE_SAMPLES, period_ns, *columns)
 
     def _heads_of(self, heads: Sequence[tuple[int, ...]]) -> I64:
@@ -506,12 +521,16 @@ def _api_of(kernel: Kernel) -> str:
 
 
 def _summed(weights: _Weights, stack: I64) -> Series:
-    # Equal stacks summed; what weighs nothing is left out.
+    # Equal stacks summed; what weighs nothing is left out. Its samples are counted with the others:
+    # nothing of their time is missing.
     stacks, at = np.unique(stack, return_inverse=True)
-    sums = np.zeros((2, len(stacks)), np.uint64)
-    for total, column in zip(sums, (weights.value, weights.samples), strict=True):
+    sums = np.zeros((3, len(stacks)), np.uint64)
+    columns = (weights.value, weights.counted, weights.samples)
+    for total, column in zip(sums, columns, strict=True):
         np.add.at(total, at, np.minimum(column, np.uint64(_MAX_ROW)))
     np.minimum(sums, np.uint64(MAX_WEIGHT), out=sums)
     weighs = sums[0] > 0
-    value, count = sums[:, weighs]
-    return Series(weights.klass, weights.period_ns, stacks[weighs], value, count)
+    value, count, samples = sums[:, weighs]
+    if len(samples):
+        samples[0] += sums[2, ~weighs].sum()
+    return Series(weights.klass, weights.period_ns, stacks[weighs], value, count, samples)

@@ -177,7 +177,7 @@ class PyroscopeSink:
                 for part, profile in _split(tables, series, comments):
                     begin_ns = batch.begin_unix_ns + times[key] * _APART_NS
                     times[key] += 1
-                    yield _Encoded.of(labels, type_, profile, begin_ns, batch, len(part))
+                    yield _Encoded.of(labels, type_, profile, begin_ns, batch, part.sample_count)
 
     def send(self, request: Request) -> Counter[str]:
         """Send a request.

@@ -48,7 +48,9 @@ class Request:
     Attributes:
         body: As it goes over the wire, compressed if the sink does so.
         begin_unix_ns: When what it tells of began: back-ends refuse what is too old.
-        samples: How many weights of stacks it holds, to count them where they are lost.
+        samples: How many samples it holds, to count them where they are lost: those of threads on a
+            CPU, intervals in which threads were off it, and samples of devices. All sinks count so:
+            of one stretch their requests have the same number together.
     """
 
     body: bytes

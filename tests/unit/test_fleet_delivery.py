@@ -430,6 +430,20 @@ def test_who_takes_over_a_queue_sends_nothing_twice(tmp_path: Path, log: Log) ->
     assert new.got == [_request(1).body]
 
 
+def test_a_number_that_is_too_large_keeps_no_request_from_being_sent(
+    tmp_path: Path, log: Log
+) -> None:
+    # GIVEN a request with more samples than there can be, as processes may lie
+    folder = tmp_path / "spool"
+    with _delivery(_Sink(_is_away), folder, log, starts=False) as delivery:
+        delivery.put([_request(0, samples=1 << 70)])
+    # WHEN the agent is started again THEN it finds it
+    sink = _Sink(_takes)
+    with _delivery(sink, folder, log) as delivery:
+        assert delivery.flush(time.monotonic() + 10)
+    assert sink.got == [_request(0).body]
+
+
 def test_a_stretch_is_dropped_as_a_whole(tmp_path: Path, log: Log) -> None:
     # GIVEN a spool with room for five requests, and stretches of three, while nobody listens
     folder = tmp_path / "spool"

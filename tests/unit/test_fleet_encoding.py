@@ -123,7 +123,7 @@ def test_requests_come_as_sinks_made_them(stretch: NamedStretch, forked: list[in
             Request(_BODY, RECORDING.started_unix_ns, 8),
         ]
     # and it is said what the stretch has; no process is left
-    assert summary.weights == int(profile.samples["count"].sum())
+    assert summary.to_send == int(profile.samples["count"].sum())
     on_cpu = profile.samples[profile.samples["klass"] == 0]
     assert summary.samples == int(on_cpu["count"].sum())
     assert summary.duration_ns == profile.recording.duration_ns
@@ -134,7 +134,7 @@ def test_requests_come_as_sinks_made_them(stretch: NamedStretch, forked: list[in
 def test_who_is_left_out_is_in_no_request(stretch: NamedStretch) -> None:
     nobody = NamedStretch(stretch.database, [None] * len(stretch.labels))
     with Encoder(nobody, {"labels": _Sink(_labels_in_words)}) as encoder:
-        assert encoder.summary().weights
+        assert encoder.summary().to_send == 0
         assert [*encoder.requests("labels")] == []
 
 
