@@ -2,7 +2,8 @@
 """Captures in a directory, the oldest removed when they are too many or too old.
 
 Any of them opens with `aiflame report`. They are private to who runs the agent (mode 0600), and a
-name is there once its file is whole.
+name is there once its file is whole. Files of other nodes stay: the directory may be one that hosts
+share. So a host with another name at each start is to be given one (`node`).
 """
 
 from __future__ import annotations
@@ -32,10 +33,17 @@ class Settings:
         Kind.PATH, "where captures go; it is made where the directory above it is there"
     )
     max_size: int = setting(
-        Kind.BYTES, "the most that all of them may take", 1 * 10**9, least=10**6
+        Kind.BYTES,
+        "the most that all of this node may take; those of others stay (see `node`)",
+        1 * 10**9,
+        least=10**6,
     )
     max_age: float = setting(
-        Kind.SECONDS, "older ones are removed", 24 * 3600.0, least=60, most=10 * 365 * 86400
+        Kind.SECONDS,
+        "older ones of this node are removed",
+        24 * 3600.0,
+        least=60,
+        most=10 * 365 * 86400,
     )
 
 

@@ -130,13 +130,20 @@ def test_captures_are_whole_private_and_the_newest(tmp_path: Path) -> None:
     # GIVEN room for three
     folder = tmp_path / "captures"
     sink = _sink(folder)
-    (folder / "aiflame-of-somebody.aiflame").write_bytes(bytes(9999))
+    # AND files of others: of a host that shares the directory, too
+    others = [
+        folder / "aiflame-of-somebody.aiflame",
+        folder / "aiflame-n_2-20330518T033320.000Z.aiflame",
+    ]
+    for other in others:
+        other.write_bytes(bytes(9999))
+        os.utime(other, (0, 0))
     # WHEN five come
     paths = [sink.put(_capture(tmp_path), _NOW_NS + number * _S) for number in range(5)]
     # THEN the last three are there, and what is not the agent's stays.
-    kept = sorted(path for path in folder.iterdir() if "somebody" not in path.name)
+    kept = sorted({*folder.iterdir()} - {*others})
     assert kept == paths[2:]
-    assert (folder / "aiflame-of-somebody.aiflame").exists()
+    assert all(other.exists() for other in others)
     assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
     assert paths[0].name == "aiflame-n_1-20330518T033320.000Z.aiflame"
 
