@@ -61,6 +61,21 @@ class CgroupIds:
                     self._known.popitem(last=False)
         return known
 
+    def id_of(self, path: str) -> int:
+        """Returns the id of a cgroup that is there, 0 where it is of a hierarchy of v1.
+
+        cgroup_ino() of include/linux/cgroup.h (v5.5): on 64-bit hosts the inode is the id.
+
+        Args:
+            path: As /proc/PID/cgroup has it.
+        """
+        if self._mount is None:
+            return 0
+        try:
+            return (self._mount / path.lstrip("/")).stat().st_ino
+        except OSError:  # it is gone, or outside of what is mounted here
+            return 0
+
     def _look_up(self, mount: Path, cgroup_id: int) -> str:
         try:
             with _directory(mount) as mount_fd, _opened(mount_fd, cgroup_id) as fd:

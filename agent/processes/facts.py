@@ -32,6 +32,7 @@ class ProcessFacts:
         self._cgroups: dict[str, int] = {}
         self._next_cgroup = 0
         self._images_in: dict[str, set[int]] = {}
+        self._told_in: dict[int, str] = {}  # the path of each image
 
     def tell(self, end_ns: int) -> None:
         """Tells what is new.
@@ -67,6 +68,10 @@ class ProcessFacts:
         path = image.cgroup
         if not path:
             return NONE
+        before = self._told_in.get(image.index, path)
+        if before != path:  # it has moved
+            self._forget_in(before, {image.index})
+        self._told_in[image.index] = path
         self._images_in.setdefault(path, set()).add(image.index)
         known = self._cgroups.get(path)
         if known is None:
@@ -94,10 +99,15 @@ class ProcessFacts:
 
     def forget_images(self, images: Collection[int]) -> None:
         """Forgets process images that have ended, and cgroups in which none is left."""
-        for path, inside in [*self._images_in.items()]:
-            inside.difference_update(images)
-            if not inside:
-                del self._images_in[path], self._cgroups[path]
+        for index in images:
+            self._told_in.pop(index, None)
+        for path in [*self._images_in]:
+            self._forget_in(path, images)
+
+    def _forget_in(self, path: str, images: Collection[int]) -> None:
+        self._images_in[path].difference_update(images)
+        if not self._images_in[path]:
+            del self._images_in[path], self._cgroups[path]
 
     def forget_binaries(self, binaries: Collection[int]) -> None:
         """Forgets files that nobody maps any more."""

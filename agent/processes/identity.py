@@ -27,7 +27,7 @@ _MAX_DEPTH = 32
 # Many processes share a path. Of the longest ones, these take 32 MB.
 _CACHED_PATHS = 256
 # What the kernel appends to the path of a process whose cgroup was removed (same function).
-_REMOVED = " (deleted)"
+REMOVED = " (deleted)"
 
 _COMPONENT = re.compile(r"[^/]+")
 # All engines that speak OCI give containers 64 hex digits; containerd joins with colons where its
@@ -178,7 +178,7 @@ def cgroup_paths(lines: Iterable[str]) -> CgroupPaths:
 @functools.lru_cache(_CACHED_PATHS)
 def identity_of(path: str) -> Identity:
     """Returns what a cgroup path tells; nothing is read."""
-    path = path.removesuffix(_REMOVED)[:_MAX_PATH_CHARACTERS]
+    path = path.removesuffix(REMOVED)[:_MAX_PATH_CHARACTERS]
     containers: list[Container] = []
     units: list[Unit] = []
     pod_uid = ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, TypeGuard, TypeVar
 
@@ -21,7 +21,7 @@ from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.cgroup_ids import CgroupIds
-from aiflame.agent.processes.identity import identity_of
+from aiflame.agent.processes.identity import REMOVED, identity_of
 from aiflame.agent.processes.lives import Life, Lives
 from aiflame.agent.processes.procfs import MapsLine
 from aiflame.agent.processes.shares import payer_of
@@ -556,7 +556,10 @@ class ProcessTable:
         before = self._by_key.get((pid, image))
         known = before or self._enter(pid, image, ns, parent_pid, name, cgroup_id)
         known.parent_pid = parent_pid or known.parent_pid
+        has_moved = bool(cgroup_id and known.cgroup_id) and cgroup_id != known.cgroup_id
         known.cgroup_id = cgroup_id or known.cgroup_id
+        if has_moved and not self._follow_cgroup(known):
+            known.cgroup = self._likely_cgroup(known.cgroup, cgroup_id)
         self._lives.update(ns)  # else what it has mapped since it was last seen may be missing
         life = self._lives.find(pid, image)
         known.name = _name_of(life) or name or known.name
@@ -602,6 +605,27 @@ class ProcessTable:
             and life.is_whole
             and all(self.binaries.has_open(line) for line in life.mapped.values())
         )
+
+    def follow_cgroups(self, processes: Iterable[tuple[int, int]]) -> list[ProcessImage]:
+        """Looks at which cgroups processes are in now; returns the images that have moved.
+
+        Args:
+            processes: Pids and images; those that are not known, or are over, are left out.
+        """
+        found = map(self._by_key.get, processes)
+        return [each for each in found if each is not None and self._follow_cgroup(each)]
+
+    def _follow_cgroup(self, image: ProcessImage) -> bool:
+        """Takes note of the cgroup that an image is in now; whether it is another one."""
+        if image.is_over or not image.cgroup:
+            return False
+        cgroup = procfs.cgroups(image.pid).telling
+        if cgroup in ("", image.cgroup) or cgroup.endswith(REMOVED) or not self._is_shown(image):
+            return False
+        image.cgroup = _once(cgroup)
+        image.cgroup_id = self._cgroup_ids.id_of(cgroup) or image.cgroup_id
+        self._changed[image.index] = image
+        return True
 
     def know_cgroups(self, paths: dict[int, str]) -> None:
         """Takes note of cgroups that are there, by id: they may be gone when somebody asks."""

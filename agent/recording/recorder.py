@@ -117,6 +117,8 @@ _MOST_ROUND_NS = 250_000_000
 
 # A process of 10,000 threads takes a second to enter: draining goes on in between.
 _ENTERING_SLICE_NS = 100_000_000
+# Of whom it is looked up in each window whether they have moved: 1 ms, where more run in turn.
+_CGROUPS_TO_FOLLOW = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +257,7 @@ class Recorder:
         self._possible_cpus = possible_cpus()
         self._boundary_ns = 0
         self._late_boundaries = 0
+        self._followed = np.uint64(0)  # whose cgroup was looked at last
         self._ahead_ns = _AHEAD_NS
         self._window = WindowBuilder(_bounds(target, options))
         self._told_losses: Counter[LossKind] = Counter()
@@ -858,11 +861,31 @@ class Recorder:
             charged = self._charge(boundary_ns, threads, sums, written, is_last)
             keys, values = concatenated([(keys, values), charged])
             self._cut_sleeps.note(keys, values)
+        self._follow_cgroups(keys)
         self.tables.note_used(self.stacks.binaries_of(keys["stack"]))
         if self._has_entered and not is_last:
             self.sleepers.walk_again()
             give_sleepers(self.sleepers, self.samples.made, self.stacks, self.table)
         return self._close_window(boundary_ns)
+
+    def _follow_cgroups(self, keys: npt.NDArray[np.void]) -> None:
+        """Looks whether processes with on-CPU samples have moved to another cgroup.
+
+        Args:
+            keys: Of all sums of a window.
+        """
+        keys = keys[keys["sample_class"] == SampleClass.ON_CPU]
+        names, first = np.unique(name_of(keys["tgid"], keys["image"]), return_index=True)
+        # Those that come after the last one that was looked at, all around.
+        turn = int(np.searchsorted(names, self._followed, side="right"))
+        chosen = np.roll(np.arange(len(names)), -turn)[:_CGROUPS_TO_FOLLOW]
+        if not len(chosen):
+            return
+        self._followed = names[chosen[-1]]
+        rows = keys[first[chosen]]
+        pids = zip(rows["tgid"].tolist(), rows["image"].tolist(), strict=True)
+        for image in self.table.follow_cgroups(pids):
+            self._left_out.leave_out(image)
 
     def _drain_devices(self, end_ns: int, *, is_within: bool = False) -> None:
         """Takes what device families have, each second: what they have it in is small."""

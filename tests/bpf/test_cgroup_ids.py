@@ -4,18 +4,24 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import support
+from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.fleet.labels import Labeller, LabelOptions
 from aiflame.agent.fleet.selection import Selection, have_containers, known_groups, left_out
 from aiflame.agent.inspector.inspector import Inspector
+from aiflame.agent.processes import procfs
 from aiflame.agent.processes.cgroup_ids import CgroupIds
 from aiflame.agent.processes.container_names import EngineFacts
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.facts import ProcessFacts
+from aiflame.agent.processes.identity import CgroupPaths
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.processes.targets import cgroup2_mounts
 from cgroups import made_groups
@@ -24,6 +30,20 @@ pytestmark = pytest.mark.bpf
 
 _NAME = f"aiflame-ids-{os.getpid()}"
 _SCOPE = f"libpod-{'0123456789abcdef' * 4}.scope"
+# Computes, moves to another cgroup, and goes on.
+_MOVES = """
+import os, time
+def compute(cpu_s):
+    end = time.process_time() + cpu_s
+    while time.process_time() < end:
+        pass
+print("ready", flush=True)
+input()
+compute(1)
+with open({procs!r}, "w") as file:
+    file.write(str(os.getpid()))
+compute(4)  # several windows
+"""
 # No process has it: it is past the largest (PID_MAX_LIMIT).
 _GONE = (1 << 22) + 1
 
@@ -98,6 +118,58 @@ def test_a_process_that_is_gone_was_in_its_cgroup() -> None:
         told = {taker.texts[row["path"]]: int(row["kernel_id"]) for row in taker.cgroups}
         assert told == {image.cgroup: group.stat().st_ino, third.cgroup: 0}
         table.binaries.close()
+
+
+def test_windows_are_told_of_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {41: "/a", 42: "/a"}
+    monkeypatch.setattr(procfs, "cgroups", lambda pid: CgroupPaths(paths.get(pid, ""), {}))
+    with Inspector() as inspector:
+        table, taker = ProcessTable(1, lambda _: 5, inspector), _Taker()
+        facts = ProcessFacts(taker, table, ElfImages(table.binaries))
+
+        def told() -> list[str]:
+            taker.cgroups.clear()
+            facts.tell(10)
+            return [taker.texts[row["path"]] for row in taker.cgroups]
+
+        # GIVEN two processes of one cgroup
+        for pid in paths:
+            table.seen(pid, 5, 1, "x", 6)
+        assert told() == ["/a"]
+        # WHEN one after the other moves THEN the new cgroup is told once
+        for pid, new in ((41, ["/b"]), (42, [])):
+            paths[pid] = "/b"
+            table.follow_cgroups([(pid, 5)])
+            assert told() == new
+        # AND the old one anew: windows have it no more once nobody is in it
+        paths[41] = "/a"
+        table.follow_cgroups([(41, 5)])
+        assert told() == ["/a"]
+        facts.forget_images({image.index for image in table.images.values()})
+        table.binaries.close()
+
+
+def test_who_moves_while_it_is_recorded_is_where_it_went(tmp_path: Path) -> None:
+    (mount, *_) = cgroup2_mounts()
+    names = [f"{_NAME}/docker-{digit * 64}.scope" for digit in "ab"]
+    script = _MOVES.format(procs=str(mount / names[1] / "cgroup.procs"))
+    shell = 'echo $$ > "$1/cgroup.procs" && exec "$2" -c "$3"'
+    with made_groups(mount, *names) as (first, _), (tmp_path / "log").open("wb") as log:
+        command = ["sh", "-c", shell, "sh", str(first), sys.executable, script]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as moving:
+            assert moving.stdin is not None and moving.stdout is not None
+            moving.stdout.readline()
+            capture = tmp_path / "moved.aiflame"
+            words = [*support.AIFLAME, "record", "-p", str(moving.pid), "-o", str(capture)]
+            with subprocess.Popen(words, stderr=log) as recorder:
+                said = tmp_path / "log"
+                support.wait_until(lambda: "recording" in said.read_text().lower(), 180)
+                # WHEN it moves long after it was seen first
+                moving.stdin.write(b"\n")
+                moving.stdin.close()
+                assert recorder.wait(180) == 0, said.read_text()
+    found = [p.cgroup for p in read_capture(capture).processes if p.pid == moving.pid]
+    assert found == [f"/{names[1]}"]
 
 
 def test_rules_about_containers_become_ids_of_their_cgroups() -> None:

@@ -401,6 +401,49 @@ def _files(table: ProcessTable, image: ProcessImage) -> list[str]:
     return [table.binaries.files[mapping.binary].path for mapping in image.mappings]
 
 
+def test_who_moves_to_another_cgroup_is_there(
+    machine: _Machine, table: ProcessTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = ["/a"]
+    monkeypatch.setattr(procfs, "cgroups", lambda _: CgroupPaths(paths[-1], {}))
+    image = table.seen(41, 5, 1, "worker", 5, 101)
+    assert image.cgroup == "/a"
+    table.take_changed()
+    # WHEN it is looked at and has not moved THEN nothing is new
+    assert table.follow_cgroups([(41, 5), (99, 1)]) == []
+    assert table.take_changed()[0] == []
+    # WHEN it has THEN that is told
+    paths.append("/b")
+    assert table.follow_cgroups([(41, 5)]) == [image]
+    assert (image.cgroup, table.take_changed()[0]) == ("/b", [image])
+    # AND so it is at once where the kernel tells of another cgroup
+    paths.append("/c")
+    table.seen(41, 5, 1, "worker", 6, 101)
+    assert image.cgroup == "/b"
+    table.seen(41, 5, 1, "worker", 6, 102)
+    assert image.cgroup == "/c"
+
+
+@pytest.mark.parametrize("path", ["", "/a (deleted)"])
+@pytest.mark.parametrize("image_now", [5, 6, None])
+def test_what_is_no_cgroup_of_a_process_is_not_taken(
+    machine: _Machine,
+    table: ProcessTable,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    image_now: int | None,
+) -> None:
+    paths = ["/a"]
+    monkeypatch.setattr(procfs, "cgroups", lambda _: CgroupPaths(paths[-1], {}))
+    table.seen(41, 5, 1, "worker", 5)
+    # WHEN it has ended, or another has its pid
+    paths.append(path if image_now == 5 else "/of/another")
+    machine.image = image_now
+    assert table.follow_cgroups([(41, 5)]) == []
+    image = table.known(41, 5)
+    assert image is not None and image.cgroup == "/a"
+
+
 def test_a_program_that_is_gone_is_what_the_kernel_told(
     machine: _Machine, told_table: ProcessTable, told: _Told
 ) -> None:
