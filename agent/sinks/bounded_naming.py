@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,20 +26,67 @@ from aiflame.agent.symbolize.stacks import LEFT_OUT, NamedStack, UnnamedStack
 NAMED_AT_ONCE = 256
 
 
+F64 = npt.NDArray[np.float64]
+
+
 def by_importance(window: Window) -> npt.NDArray[np.int64]:
-    """Returns the order of a window's stacks: on the CPU, launches, and then by time."""
-    stacks, samples = window.stacks["stack"], window.samples
-    weights = np.zeros(len(stacks), np.uint64)
+    """Returns the order of a window's stacks: on the CPU and launches, and then waits by time.
+
+    The first two by their shares, of the time on the CPU and of what devices did: who has a stack
+    for each sample on the CPU would else leave no time for the few that launch all kernels.
+    """
+    stacks, samples, launches = window.stacks["stack"], window.samples, window.launches
     if not len(stacks):
         return np.zeros(0, np.int64)
     order = np.argsort(stacks, kind="stable")
-    at = order[np.searchsorted(stacks, samples["stack"], sorter=order) % len(stacks)]
-    is_there = stacks[at] == samples["stack"]
-    np.add.at(weights, at[is_there], samples["weight_ns"][is_there])
-    urgent = samples["stack"][samples["kind"] == SampleClass.ON_CPU]
-    is_first = np.isin(stacks, np.concatenate([urgent, window.launches["stack"]]))
-    found: npt.NDArray[np.int64] = np.lexsort((-weights.astype(np.int64), ~is_first))
+
+    def added(keys: npt.NDArray[np.uint64], values: F64) -> F64:
+        at = order[np.searchsorted(stacks, keys, sorter=order) % len(stacks)]
+        is_there = stacks[at] == keys
+        return _sums(at[is_there], values[is_there], len(stacks))
+
+    is_on_cpu = samples["kind"] == SampleClass.ON_CPU
+    weights = samples["weight_ns"].astype(np.float64)
+    urgent = samples["stack"][is_on_cpu]
+    on_cpu = added(urgent, weights[is_on_cpu])
+    launched = added(launches["stack"], _weights_of_launches(window))
+    waits = added(samples["stack"][~is_on_cpu], weights[~is_on_cpu])
+    is_first = np.isin(stacks, np.concatenate([urgent, launches["stack"]]))
+    found: npt.NDArray[np.int64] = np.lexsort(
+        (-waits, -(_shares(on_cpu) + _shares(launched)), ~is_first)
+    )
     return found
+
+
+def _weights_of_launches(window: Window) -> F64:
+    """Returns what devices did for the launches of each row, as far as the window tells.
+
+    Each kernel's part is divided by the number of launches. It is its share of the times and of
+    the samples, or, where there is neither, of the launches.
+    """
+    launches, samples, times = window.launches, window.device_samples, window.kernel_times
+    kernel, counts = launches["kernel"], launches["count"].astype(np.float64)
+    if not len(samples) and not len(times):
+        return counts
+    codes = window.codes[np.argsort(window.codes["code"])]
+    sampled = codes["kernel"][np.searchsorted(codes["code"], samples["code"])]
+    _, at = np.unique(np.concatenate([kernel, times["kernel"], sampled]), return_inverse=True)
+    of_launch, of_time, of_sample = np.split(at, np.cumsum([len(kernel), len(times)]))
+    parts = _shares(_sums(of_time, times["duration_ns"], len(at)))
+    parts += _shares(_sums(of_sample, samples["count"], len(at)))
+    launched = _sums(of_launch, counts, len(at))
+    weights: F64 = counts * parts[of_launch] / np.maximum(launched[of_launch], 1)
+    return weights
+
+
+def _sums(at: npt.NDArray[np.int64], values: npt.NDArray[Any], size: int) -> F64:
+    found = np.zeros(size)
+    np.add.at(found, at, values)
+    return found
+
+
+def _shares(values: F64) -> F64:
+    return values / max(float(values.sum()), 1e-300)
 
 
 class BoundedNamer:

@@ -14,7 +14,7 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass, StopReason
-from aiflame.agent.model.window import NO_STACK, Window
+from aiflame.agent.model.window import COLUMNS, NO_STACK, Window, rows_of
 from aiflame.agent.sinks import bounded_naming, capture
 from aiflame.agent.sinks.bounded_naming import BoundedNamer, by_importance
 from aiflame.agent.sinks.capture import CaptureSink
@@ -52,15 +52,58 @@ def test_on_cpu_and_launches_come_first_and_then_the_longest(seed: int) -> None:
         samples = window.samples
         first = {*samples["stack"][samples["kind"] == SampleClass.ON_CPU].tolist()}
         first |= {*window.launches["stack"].tolist()}
-        weights: Counter[int] = Counter()
+        waits: Counter[int] = Counter()
         for stack, ns in samples[["stack", "weight_ns"]].tolist():
-            weights[stack] += ns
+            waits[stack] += ns
         keys = [
-            (stack not in first, -weights[stack])
+            (stack not in first, 0 if stack in first else -waits[stack])
             for stack in window.stacks["stack"][order].tolist()
             if stack != NO_STACK
         ]
         assert keys == sorted(keys)
+
+
+def _window(**columns: Sequence[tuple[Any, ...]]) -> Window:
+    found = {name: rows_of(name, *rows) for name, rows in columns.items()}
+    return Window.of(0, 0, 10**9, found, texts=("",))
+
+
+def _stacks(count: int) -> list[tuple[Any, ...]]:
+    return [(stack, *([0] * (len(COLUMNS["stacks"].dtype) - 1))) for stack in range(1, count + 1)]
+
+
+def _launches(*rows: tuple[int, int, int]) -> list[tuple[int, ...]]:
+    """Rows of launches, each of a stack, a kernel and a count."""
+    return [(0, 0, 0, stack, 0, kernel, 0, 0, 0, count, 0) for stack, kernel, count in rows]
+
+
+def _order(**columns: Sequence[tuple[Any, ...]]) -> list[int]:
+    window = _window(**columns)
+    return [int(stack) for stack in window.stacks["stack"][by_importance(window)]]
+
+
+def test_the_few_that_launch_all_come_before_the_many_on_the_cpu() -> None:
+    # GIVEN 500 stacks with a sample each on the CPU, and two that launch kernels
+    samples = [(stack, 0, SampleClass.ON_CPU, 1, 10**6) for stack in range(1, 501)]
+    samples.append((501, 0, SampleClass.BLOCKED, 1, 10**9))
+    stacks = _stacks(503)
+    found = _order(stacks=stacks, samples=samples, launches=_launches((502, 0, 7), (503, 0, 93)))
+    # THEN these come first, the one that launches more before the other, and the wait last
+    assert found[:2] == [503, 502]
+    assert found[-1] == 501
+
+
+def test_launches_are_weighed_by_what_the_device_did() -> None:
+    # GIVEN one stack with most launches, and another with the kernel that takes most time
+    launches = _launches((1, 0, 1000), (2, 1, 10), (3, 1, 1))
+    columns = {"stacks": _stacks(3), "launches": launches}
+    assert _order(**columns) == [1, 2, 3]
+    times = [(0, 0, 0, 0, 0, 1, 1000, 1_000, 0), (0, 1, 0, 0, 0, 1, 11, 99_000, 0)]
+    assert _order(**columns, kernel_times=times) == [2, 3, 1]
+    # AND by its samples, which name the code of a kernel
+    codes = [(7, 1, 0), (4, 0, 0)]
+    found = [(0, 4, 0, 0, 0, 0, 0, 0, 5), (0, 7, 0, 0, 0, 0, 0, 0, 95)]
+    assert _order(**columns, codes=codes, device_samples=found) == [2, 3, 1]
 
 
 def test_a_window_without_stacks_has_no_order() -> None:
