@@ -87,10 +87,18 @@ class EngineWatch:
             ids: 64 hex digits each.
         """
         wanted = [*ids]
-        with self._lock:
-            found = {key: self._known[key] for key in wanted if key in self._known}
+        found = self.held_of(wanted)
         known = {key for key, facts in found.items() if not facts.may_have_labels}
         return found | facts_of([key for key in wanted if key not in known], self._root)
+
+    def held_of(self, ids: Iterable[str]) -> dict[str, EngineFacts]:
+        """Returns what was read of containers when engines wrote it; nothing is read now.
+
+        Args:
+            ids: 64 hex digits each.
+        """
+        with self._lock:
+            return {key: self._known[key] for key in ids if key in self._known}
 
     def stop(self) -> None:
         """Ends the thread."""

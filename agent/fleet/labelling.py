@@ -91,6 +91,7 @@ class Labelling:
             None,
             self._engines.facts_of,
             rootless_facts=self._rootless.facts_of,
+            held_facts=self._engines.held_of,
         )
         self._labeller.learn(kept(self._directory))
         self._kept_changes = 0

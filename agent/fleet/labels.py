@@ -197,6 +197,10 @@ class _Known:
     is_learnt: bool = False  # and nobody was told so
 
 
+def _none_held(_ids: Iterable[str]) -> dict[str, EngineFacts]:
+    return {}
+
+
 def _no_facts(_uid: int, _ids: Iterable[str]) -> dict[str, EngineFacts]:
     return {}
 
@@ -210,6 +214,7 @@ class Labeller:
         engine_facts: Returns what engines left of containers.
         clock_s: Monotonic, in seconds.
         rootless_facts: As engine_facts, of the containers of a user.
+        held_facts: As engine_facts, of what was read already: names change.
 
     Attributes:
         changes: How often something was learnt of a container.
@@ -222,6 +227,7 @@ class Labeller:
         engine_facts: Callable[[Iterable[str]], dict[str, EngineFacts]] = facts_of,
         clock_s: Callable[[], float] = time.monotonic,
         rootless_facts: Callable[[int, Iterable[str]], dict[str, EngineFacts]] = _no_facts,
+        held_facts: Callable[[Iterable[str]], dict[str, EngineFacts]] = _none_held,
     ) -> None:
         self.changes = 0
         self._list = PodList()
@@ -230,6 +236,7 @@ class Labeller:
         self.use(options, pods)
         self._engine_facts = engine_facts
         self._rootless_facts = rootless_facts
+        self._held_facts = held_facts
         self._clock_s = clock_s
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._services: defaultdict[str, OrderedDict[str, float]] = defaultdict(OrderedDict)
@@ -293,7 +300,7 @@ class Labeller:
         now_s = self._clock_s()
         self._take_list(now_s)
         paths = {_whole(cgroup) for cgroup in cgroups}
-        missing = []
+        missing, named = [], []
         for path in paths:
             user = _USER.match(path)
             if user is not None:
@@ -316,6 +323,10 @@ class Labeller:
                 elif now_s - known.asked_s >= _pause_s(known):
                     known.asked_s = now_s
                     missing.append(container.id)
+            elif isinstance(known.facts, EngineFacts):
+                named.append(container.id)
+        for container_id, facts in self._held_facts(named).items():
+            self._rename(self._known[container_id], facts)
         if missing:
             for container_id, facts in self._engine_facts(missing).items():
                 if container_id in missing:
@@ -384,6 +395,11 @@ class Labeller:
     def _take(self, known: _Known, facts: Facts) -> None:
         self.changes += known.facts != facts
         known.facts = facts
+
+    def _rename(self, known: _Known, held: EngineFacts) -> None:
+        """Takes a container's name anew; its labels do not change."""
+        if isinstance(known.facts, EngineFacts) and held.name != known.facts.name:
+            self._take(known, replace(known.facts, name=held.name))
 
     def _forget(self, now_s: float) -> None:
         while self._known:

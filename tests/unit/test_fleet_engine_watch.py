@@ -55,6 +55,19 @@ def test_a_container_that_podman_has_forgotten(tmp_path: Path) -> None:
         assert _known(watch, *ids) == {key: f"job-{n}" for n, key in enumerate(ids)}
 
 
+def test_a_container_that_podman_renames(tmp_path: Path) -> None:
+    storage = tmp_path / "var/lib/containers/storage/overlay-containers"
+    storage.mkdir(parents=True)
+    with _watching(tmp_path) as watch:
+        for name in ("old", "new"):
+            _write(storage / "containers.json", [{"id": _WEB, "names": [name]}])
+            wait_until(lambda name=name: _held(watch, _WEB) == {_WEB: name}, 10)
+
+
+def _held(watch: EngineWatch, *ids: str) -> dict[str, str]:
+    return {key: facts.name for key, facts in watch.held_of(ids).items()}
+
+
 def _podman_state(storage: Path, labels: dict[str, dict[str, str]]) -> None:
     """Writes what podman has of containers besides their names."""
     containers = {

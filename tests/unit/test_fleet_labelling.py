@@ -293,6 +293,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, EngineFacts]:
         def facts_of(self, ids: Iterable[str]) -> dict[str, EngineFacts]:
             return {key: told[key] for key in ids if key in told}
 
+        held_of = facts_of
+
     monkeypatch.setattr(labelling, "EngineWatch", Engines)
     return told
 
@@ -357,6 +359,19 @@ def test_names_of_containers_that_are_gone_outlive_the_process(
         "1.25",
         (("team", "search"),),
     )
+
+
+def test_a_container_has_its_new_name(tmp_path: Path, engine: dict[str, EngineFacts]) -> None:
+    one = Labelling(_config(directory=str(tmp_path), exclude="container=old").agent)
+    engine["a" * 64] = EngineFacts("old", "web:1", (("a", "b"),))
+    processes = [replace(process(7, "x"), cgroup=f"/libpod_parent/libpod-{'a' * 64}")]
+    assert one.of(processes) == [None]
+    # WHEN its engine has written another THEN labels and rules go by that, and so does what is kept
+    engine["a" * 64] = EngineFacts("new", "web:1", (), may_have_labels=True)
+    (labels,) = one.of(processes)
+    assert labels is not None and (labels.service, labels.container) == ("new", "new")
+    one.expect(_window(processes[0].cgroup))
+    assert kept(tmp_path) == {"a" * 64: EngineFacts("new", "web:1", (("a", "b"),))}
 
 
 _POD = Pod("shop", "web-1", "uid", labels=(("app", "web"),), annotations=(("a", "b"),))
