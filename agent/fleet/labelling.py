@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import stat
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -84,6 +85,7 @@ class Labelling:
         self._directory = settings.directory
         self._kubelet: KubeletSettings | None = None
         self._watch: PodWatch | None = None
+        self._mounts = cgroup2_mounts()
         self._engines = EngineWatch()
         self._rootless = RootlessEngines()
         self._labeller = Labeller(
@@ -92,13 +94,21 @@ class Labelling:
             self._engines.facts_of,
             rootless_facts=self._rootless.facts_of,
             held_facts=self._engines.held_of,
+            is_roots=self._is_roots,
         )
         self._labeller.learn(kept(self._directory))
         self._kept_changes = 0
-        self._mounts = cgroup2_mounts()
         self._layout = cgroup_layout()
         self._paths: OrderedDict[str, None] = OrderedDict()  # of processes, where v1 groups them
         self.use(settings)
+
+    def _is_roots(self, cgroup: str) -> bool:
+        """Whether nobody but root can make cgroups in one: those of others are delegated."""
+        try:
+            found = (self._mounts[0] / cgroup.lstrip("/")).stat()
+        except (OSError, IndexError):  # it is gone, or there is no cgroup v2
+            return False
+        return found.st_uid == 0 and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
     def use(self, settings: AgentSettings) -> None:
         """Takes another configuration; what is known of containers and pods stays."""

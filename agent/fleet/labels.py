@@ -7,6 +7,10 @@ What is believed, so that nobody takes another's name:
   make cgroups of any name: a container counts if it is the outermost on its path, and only what
   runs containers, or nothing, is above it. All that is inside belongs to it, or to that service or
   user.
+* Below a service of root's, as podman's units have it: where root alone can have made the cgroup,
+  and files of root's engines know the container. In a container that is a node of Kubernetes, as
+  kind's, by the labels that its engine has of it: the outermost one in it that the kubelet tells,
+  while none that it tells is outside of nodes. An image may have such labels, too.
 * What is below /user.slice/user-N.slice is that user's: its names follow "user-N/", also those of
   containers of rootless engines, of which that user's files tell, and nobody else's.
 * Names, images and pods by the id of such a container, from files of root's or from the kubelet.
@@ -88,6 +92,11 @@ _TRANSIENT_UNIT = re.compile(
             r"dbus-:\d+\.\d+-(.+)@\d+",
         )
     )
+)
+# Labels of containers that are nodes, by kind, k3d and minikube: pkg/cluster/internal/providers,
+# pkg/types/types.go, pkg/drivers/kic/oci/types.go of these.
+_NODE_LABELS = frozenset(
+    ("io.x-k8s.kind.cluster", "k3d.cluster", "created_by.minikube.sigs.k8s.io")
 )
 _UNIT_TYPES = re.compile(r"\.(?:service|scope)\Z")
 # kthreadd, whose children all kernel threads are (rest_init in init/main.c).
@@ -194,7 +203,12 @@ class _Known:
     group: str = ""  # of one that the kubelet has not told of when it was seen
     uid: str = ""  # of its pod, likewise
     pod: Pod | None = None  # of a sandbox, of which the kubelet tells no more
+    of_service: str = ""  # its cgroup, where root has made it below a service
     is_learnt: bool = False  # and nobody was told so
+
+
+def _is_not_roots(_cgroup: str) -> bool:
+    return False
 
 
 def _none_held(_ids: Iterable[str]) -> dict[str, EngineFacts]:
@@ -215,6 +229,7 @@ class Labeller:
         clock_s: Monotonic, in seconds.
         rootless_facts: As engine_facts, of the containers of a user.
         held_facts: As engine_facts, of what was read already: names change.
+        is_roots: Whether nobody but root can make cgroups in one.
 
     Attributes:
         changes: How often something was learnt of a container.
@@ -228,6 +243,7 @@ class Labeller:
         clock_s: Callable[[], float] = time.monotonic,
         rootless_facts: Callable[[int, Iterable[str]], dict[str, EngineFacts]] = _no_facts,
         held_facts: Callable[[Iterable[str]], dict[str, EngineFacts]] = _none_held,
+        is_roots: Callable[[str], bool] = _is_not_roots,
     ) -> None:
         self.changes = 0
         self._list = PodList()
@@ -237,6 +253,7 @@ class Labeller:
         self._engine_facts = engine_facts
         self._rootless_facts = rootless_facts
         self._held_facts = held_facts
+        self._is_roots = is_roots
         self._clock_s = clock_s
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._services: defaultdict[str, OrderedDict[str, float]] = defaultdict(OrderedDict)
@@ -250,6 +267,7 @@ class Labeller:
         self._options = options
         self._node = plain(options.node)
         self._pods = NoPods() if pods is None else pods
+        self._is_kubelet_of_host = False
 
     @property
     def other(self) -> Labels:
@@ -300,19 +318,27 @@ class Labeller:
         now_s = self._clock_s()
         self._take_list(now_s)
         paths = {_whole(cgroup) for cgroup in cgroups}
+        self._expect(paths, now_s)
+        inside = {path for path in paths if self._is_in_node(path)}
+        if inside:  # which is known now
+            self._expect(inside, now_s)
+        self._forget(now_s)
+
+    def _expect(self, paths: Iterable[str], now_s: float) -> None:
         missing, named = [], []
         for path in paths:
             user = _USER.match(path)
             if user is not None:
                 self._expect_of_user(int(user[1]), path, now_s)
                 continue
-            container = _trusted(path)
+            container = self._trusted(path) or self._below_service(path, now_s)
             if container is None or not container.id:
                 continue
             known = self._seen(container.id, now_s)
             of_pod = self._list.containers.get(container.id)
             if of_pod is not None:
                 self._take(known, of_pod)
+                self._is_kubelet_of_host |= _is_outermost(container, path)
             elif _is_to_be_asked(known, now_s):
                 if _is_of_kubelet(container.path):
                     known.group = container.path
@@ -331,7 +357,41 @@ class Labeller:
             for container_id, facts in self._engine_facts(missing).items():
                 if container_id in missing:
                     self._take(self._known[container_id], facts)
-        self._forget(now_s)
+
+    def _trusted(self, path: str) -> Container | None:
+        """Returns the container that a path of no user's is of, if root or an engine named it."""
+        identity = identity_of(path)
+        if not identity.containers:
+            return None
+        outermost = identity.containers[0]
+        known = self._known.get(outermost.id)
+        if not _is_made_by_engine(outermost, identity):
+            if known is None or not isinstance(known.facts, EngineFacts):
+                return None
+            return outermost if known.of_service == outermost.path else None
+        if self._is_kubelet_of_host:
+            return outermost
+        inner = _in_node(identity) if known is not None and _is_node(known.facts) else None
+        if inner is None:
+            return outermost
+        of_inner = self._known.get(inner.id)
+        is_told = of_inner is not None and isinstance(of_inner.facts, PodContainer)
+        return inner if is_told or inner.id in self._list.containers else outermost
+
+    def _is_in_node(self, path: str) -> bool:
+        trusted = None if _USER.match(path) else self._trusted(path)
+        return trusted is not None and not _is_outermost(trusted, path)
+
+    def _below_service(self, path: str, now_s: float) -> Container | None:
+        """Returns the container that a path below a service is of, if root alone can say so."""
+        outermost = next(iter(identity_of(path).containers), None)
+        if outermost is None or not outermost.id:
+            return None
+        if not self._is_roots(outermost.path.rpartition("/")[0]):
+            return None
+        known = self._seen(outermost.id, now_s)
+        known.of_service = outermost.path
+        return outermost
 
     def take_learnt(self) -> set[str]:
         """Returns cgroups of containers that were seen before the kubelet told of them.
@@ -413,7 +473,7 @@ class Labeller:
         user = _USER.match(path)
         if user is not None:
             return Subject(self._of_user(int(user[1]), path, process))
-        container = _trusted(path)
+        container = self._trusted(path)
         if container is not None:
             return self._of_container(container, path, process)
         units = identity_of(path).units
@@ -561,13 +621,28 @@ def _whole(path: str) -> str:
     return path if above is None else path[above.end() :]
 
 
-def _trusted(path: str) -> Container | None:
-    """Returns the container that a path of no user's is of, if root or an engine named it."""
-    identity = identity_of(path)
-    if not identity.containers:
+def _is_outermost(container: Container, path: str) -> bool:
+    return container.path == identity_of(path).containers[0].path
+
+
+def _is_node(facts: Facts | None) -> bool:
+    """Whether a container is a node of Kubernetes: whoever made it says so, and nobody inside."""
+    return isinstance(facts, EngineFacts) and any(name in _NODE_LABELS for name, _ in facts.labels)
+
+
+def _in_node(identity: Identity) -> Container | None:
+    """Returns the outermost container in one that is a node, if what the kubelet runs it is.
+
+    Those inside of it, and below a service of the node's, may be called after anybody's.
+    """
+    if len(identity.containers) == 1:
         return None
-    outermost = identity.containers[0]
-    return outermost if _is_made_by_engine(outermost, identity) else None
+    node, inner = identity.containers[:2]
+    above = (unit for unit in identity.units if inner.path.startswith(f"{unit.path}/"))
+    inside = [unit for unit in above if unit.path.startswith(f"{node.path}/")]
+    if not inner.id or not _is_of_kubelet(inner.path[len(node.path) :]):
+        return None
+    return inner if all(unit.name in _ENGINE_UNITS for unit in inside) else None
 
 
 def _of_rootless(path: str) -> Container | None:

@@ -361,6 +361,23 @@ def test_names_of_containers_that_are_gone_outlive_the_process(
     )
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o775, 0o757])
+def test_whoever_may_make_a_cgroup_below_a_service_names_no_container(
+    tmp_path: Path, engine: dict[str, EngineFacts], monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    monkeypatch.setattr(labelling, "cgroup2_mounts", lambda: [tmp_path])
+    engine["a" * 64] = EngineFacts("web")
+    one = Labelling(_config(directory=str(tmp_path)).agent)
+    # GIVEN the cgroup of a service in which root may make cgroups, and who else
+    service = tmp_path / "system.slice" / "quadlet.service"
+    service.mkdir(parents=True)
+    service.chmod(mode)
+    inside = f"/system.slice/quadlet.service/libpod-payload-{'a' * 64}"
+    (labels,) = one.of([replace(process(7, "x"), cgroup=inside)])
+    is_roots = mode == 0o755 and service.stat().st_uid == 0
+    assert labels is not None and labels.service == ("web" if is_roots else "quadlet")
+
+
 def test_a_container_has_its_new_name(tmp_path: Path, engine: dict[str, EngineFacts]) -> None:
     one = Labelling(_config(directory=str(tmp_path), exclude="container=old").agent)
     engine["a" * 64] = EngineFacts("old", "web:1", (("a", "b"),))

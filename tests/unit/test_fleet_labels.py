@@ -261,6 +261,84 @@ def test_a_name_of_a_cgroup_makes_nobody_another(
     assert (labels.service, labels.container_id) == (service, container_id)
 
 
+_QUADLET = f"/system.slice/web.service/libpod-payload-{_ID}"
+
+
+@pytest.mark.parametrize(
+    ("path", "roots", "names", "service"),
+    [
+        (_QUADLET, "/system.slice/web.service", [_ID], "victim"),
+        (f"{_QUADLET}/container", "/system.slice/web.service", [_ID], "victim"),
+        # The service's cgroup is delegated: it makes cgroups of any name.
+        (_QUADLET, "/system.slice", [_ID], "web"),
+        (f"/system.slice/web.service/x/libpod-payload-{_ID}", "/system.slice/web.service", [_ID],
+         "web"),
+        # No engine of root's knows it.
+        (_QUADLET, "/system.slice/web.service", [], "web"),
+    ],
+)  # fmt: skip
+def test_a_container_below_a_service_is_believed_where_root_made_it(
+    path: str, roots: str, names: list[str], service: str
+) -> None:
+    facts = _Engine(**dict.fromkeys(names, EngineFacts("victim")))
+    there = {roots}
+    labeller = Labeller(
+        LabelOptions("n"), None, facts, _Clock(), is_roots=lambda cgroup: cgroup in there
+    )
+    assert _labels(labeller, path).service == service
+    # AND once it is gone it is still known
+    there.clear()
+    assert _labels(labeller, path).service == service
+    # AND nobody else is it
+    evil = _labels(labeller, f"/system.slice/evil.service/libpod-payload-{_ID}")
+    assert (evil.service, evil.container_id) == ("evil", "")
+
+
+_NODE = f"/system.slice/docker-{_OTHER_ID}.scope"
+_IN_NODE = f"{_NODE}/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{_UID}.slice"
+_OF_KIND = (("io.x-k8s.kind.cluster", "kind"),)
+_TOLD = PodContainer(_POD, "web", "", "", "")
+_THIRD_ID = "abcdef0123456789" * 4
+
+
+@pytest.mark.parametrize(
+    ("path", "labels", "pod"),
+    [
+        (f"{_IN_NODE}/cri-containerd-{_ID}.scope", _OF_KIND, _POD.name),
+        (f"{_NODE}/kubelet/kubepods/pod{_UID}/{_ID}/init", _OF_KIND, _POD.name),
+        # No node: whoever is in it may call a cgroup after any pod.
+        (f"{_IN_NODE}/cri-containerd-{_ID}.scope", (), ""),
+        # In another container of the node, or in a service of it, or beside what the kubelet runs.
+        (f"{_IN_NODE}/cri-containerd-{_THIRD_ID}.scope/kubepods/{_ID}", _OF_KIND, ""),
+        (f"{_NODE}/system.slice/evil.service/kubepods/{_ID}", _OF_KIND, ""),
+        (f"{_NODE}/system.slice/cri-containerd-{_ID}.scope", _OF_KIND, ""),
+        # The kubelet has told of no such container.
+        (f"{_IN_NODE}/cri-containerd-{_THIRD_ID}.scope", _OF_KIND, ""),
+    ],
+)
+def test_pods_in_a_container_that_is_a_node(
+    path: str, labels: tuple[tuple[str, str], ...], pod: str
+) -> None:
+    engine = _Engine(**{_OTHER_ID: EngineFacts("kind-control-plane", "", labels)})
+    found = _labels(_labeller(_Pods((_ID, _TOLD)), engine), path)
+    assert found.pod == pod
+    assert found.container_id == (_ID if pod else _OTHER_ID)
+    assert found.service == ("shop" if pod else "kind-control-plane")
+
+
+def test_an_image_with_the_labels_of_a_node_takes_no_pods_name() -> None:
+    # GIVEN a host whose own kubelet runs pods, and a container of an image that says it is a node
+    engine = _Engine(**{_OTHER_ID: EngineFacts("evil", "", _OF_KIND)})
+    labeller = _labeller(_Pods((_ID, _TOLD), (_THIRD_ID, _TOLD)), engine)
+    claim = f"{_IN_NODE}/cri-containerd-{_ID}.scope"
+    # WHEN any pod of the host's is seen, in the same window or later
+    paths = [claim, f"{_POD_PATH}/cri-containerd-{_THIRD_ID}.scope"]
+    found = labeller.of([_process(path) for path in paths])
+    # THEN the container is itself
+    assert [each.service for each in found] == ["evil", "shop"]
+    assert _labels(labeller, claim).pod == ""
+
+
 def test_rootless_containers_have_their_ids() -> None:
     path = f"{_USER}/user.slice/libpod-{_ID}.scope/container"
     labels = _labels(_labeller(), path)
