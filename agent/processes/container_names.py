@@ -25,7 +25,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from aiflame.agent.processes import podman_state
 from aiflame.agent.processes.engine_files import content
 from aiflame.agent.processes.engine_settings import (
     MAX_SETTINGS_BYTES,
@@ -103,6 +102,9 @@ def labelled(found: Mapping[str, EngineFacts], root: Path = Path("/")) -> dict[s
         found: By ids of containers.
         root: As for names_of.
     """
+    # It needs SQLite, which a recording, where nobody asks for labels, starts without.
+    from aiflame.agent.processes import podman_state
+
     missing = [key for key, facts in found.items() if facts.may_have_labels]
     paths = podman_state.databases(_storage_roots(root)) if missing else []
     told = podman_state.configurations(paths, missing)
