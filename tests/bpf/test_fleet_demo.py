@@ -40,6 +40,15 @@ def _is_nothing_left(folder: Path) -> bool:
     return not groups and not any(one in command for one in ours for command in commands)
 
 
+def _folded(store: Path, *options: str) -> dict[str, int]:
+    """Returns what a store holds, by stack."""
+    words = ("query", "flame", "-f", "folded", "-o", "-", "--store", store, *options)
+    command = [*support.AIFLAME, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    lines = (line.rpartition(" ") for line in done.stdout.splitlines())
+    return {stack: int(count) for stack, _, count in lines}
+
+
 def test_pages_show_each_service_with_its_own_code(tmp_path: Path) -> None:
     out = tmp_path / "demo"
     command = [sys.executable, _DEMO, out, "--seconds", "12"]
@@ -56,22 +65,13 @@ def test_pages_show_each_service_with_its_own_code(tmp_path: Path) -> None:
     for name in _SERVICES:
         page = (out / f"{name}.html").read_text()
         assert f"service {name}" in page
-    query = [
-        *support.AIFLAME,
-        "query",
-        "flame",
-        "-f",
-        "folded",
-        "-o",
-        "-",
-        "--store",
-        out / "store",
-    ]
-    stacks = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
+    stacks = _folded(out / "store")
     for name, function in _SERVICES.items():
-        assert any(
-            line.startswith(f"{name};") and function in line for line in stacks.splitlines()
-        ), name
+        assert any(one.startswith(f"{name};") and function in one for one in stacks), name
+    # What the device did is under the code that launched it, whatever else there was to name.
+    sampled = _folded(out / "store", "--view", "gpu")
+    below = {stack: count for stack, count in sampled.items() if "Model.forward" in stack}
+    assert sum(below.values()) > 0.7 * sum(sampled.values()) > 0
     tables = (out / "index.html").read_text()
     assert re.search(r"\bmatmul +PoCL", tables)
     # A short demo has too few samples to compare, and says so.
