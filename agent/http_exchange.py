@@ -11,8 +11,8 @@ import http.client
 import socket
 import ssl
 import threading
-from collections.abc import Mapping
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from email.message import Message
 
@@ -62,14 +62,42 @@ def exchange(
         OSError: There was no answer; TimeoutError where it was not there in time.
         http.client.HTTPException: What came is no answer.
     """
+    host, port = address
+    with socket.create_connection(address, timeout_s) as plain, _limited(plain, timeout_s):
+        connection = http.client.HTTPConnection(host, port)
+        connection.sock = plain
+        if tls is not None:
+            connection.default_port = http.client.HTTPS_PORT
+            connection.sock = tls.wrap_socket(plain, server_hostname=host)
+        with closing(connection):
+            # Who finds a request too long may say so and close, while it is still being sent.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                connection.request("POST", path, body, dict(headers))
+            answer = connection.getresponse()
+            pieces = []
+            left = max_bytes + 1
+            while left > 0 and (piece := answer.read(min(left, _PIECE_BYTES))):
+                pieces.append(piece)
+                left -= len(piece)
+    text = b"".join(pieces)
+    return Response(answer.status, answer.headers, text[:max_bytes], len(text) > max_bytes)
+
+
+@contextmanager
+def _limited(plain: socket.socket, timeout_s: float) -> Iterator[None]:
+    """Shuts a connection that is in use for so long.
+
+    Raises:
+        TimeoutError: It was.
+    """
     is_late = threading.Event()
     try:
-        with socket.create_connection(address, timeout_s) as plain, plain.dup() as watched:
+        with plain.dup() as watched:  # TLS takes the descriptor of the other
             end = threading.Timer(timeout_s, _shut, (watched, is_late))
             end.daemon = True
             end.start()
             try:
-                found = _exchange(plain, address, tls, path, headers, body, max_bytes)
+                yield
             finally:
                 end.cancel()
     except (OSError, http.client.HTTPException) as error:
@@ -78,36 +106,6 @@ def exchange(
         raise
     if is_late.is_set():
         raise TimeoutError("no answer in time")
-    return found
-
-
-def _exchange(
-    plain: socket.socket,
-    address: tuple[str, int],
-    tls: ssl.SSLContext | None,
-    path: str,
-    headers: Mapping[str, str],
-    body: bytes,
-    max_bytes: int,
-) -> Response:
-    host, port = address
-    connection = http.client.HTTPConnection(host, port)
-    connection.sock = plain
-    if tls is not None:
-        connection.default_port = http.client.HTTPS_PORT
-        connection.sock = tls.wrap_socket(plain, server_hostname=host)
-    with closing(connection):
-        # Who finds a request too long may say so and close, while it is still being sent.
-        with suppress(BrokenPipeError, ConnectionResetError):
-            connection.request("POST", path, body, dict(headers))
-        answer = connection.getresponse()
-        pieces = []
-        left = max_bytes + 1
-        while left > 0 and (piece := answer.read(min(left, _PIECE_BYTES))):
-            pieces.append(piece)
-            left -= len(piece)
-    text = b"".join(pieces)
-    return Response(answer.status, answer.headers, text[:max_bytes], len(text) > max_bytes)
 
 
 def _shut(watched: socket.socket, is_late: threading.Event) -> None:

@@ -268,7 +268,7 @@ def _listed(containers: Any) -> Iterator[tuple[str, EngineFacts]]:
             container_id = entry.get("id")
             if isinstance(container_id, str) and _ID.fullmatch(container_id):
                 image = _image_of(entry.get("metadata"))
-                yield container_id, EngineFacts(names[0][:_MAX_TEXT], image, (), True)
+                yield container_id, EngineFacts(names[0][:_MAX_TEXT], image, may_have_labels=True)
 
 
 def _image_of(metadata: Any) -> str:
