@@ -21,7 +21,7 @@ class Use:
 def _read(path: Path) -> str:
     """Returns a file of /proc, nothing once its process or thread has ended."""
     try:
-        return path.read_text()
+        return path.read_text(errors="surrogateescape")  # a name in it can be of any bytes
     except (FileNotFoundError, ProcessLookupError):
         return ""
 
