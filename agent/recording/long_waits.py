@@ -34,11 +34,19 @@ _PAUSE_NS = abi.LONG_WAIT_NS // 2
 _MOST_WALKED = 250
 # Stacks that several waits share.
 _MOST_SHARED = 1 << 14
-# A sweep looks at each thread of a host, and walks some: where less is to be done, those between
-# the ends of windows are so many times as far apart as they take, times the thrift. With the most
-# of it that is an eighth of a per cent of a CPU: one each 1 to 2 s beside eight containers, each
-# half a minute on a host of 10,000 threads.
+# A sweep looks at each thread of a host, and walks some. Where less is to be done, a time in so
+# many, times the thrift, is for each of the two: with the most of it an eighth of a per cent of a
+# CPU. Looks between the ends of windows are as far apart as that takes: half a second beside eight
+# containers, half a minute on a host of 10,000 threads. Walks are made of what has been saved up.
 _TIMES_APART = 50
+# What is saved up for walks is forgotten: no more of it than for so long.
+_MOST_SAVED_NS = 10 * abi.LONG_WAIT_NS
+# Of a walk, before one was made.
+_FIRST_WALK_NS = 200_000
+# What the latest sweep says of that, and what all before it do.
+_LATEST_SHARE = 0.2
+# Threads that are known to have a stack of a long wait.
+_MOST_KNOWN = 1 << 14
 # How often a wait is walked whose tables are not there yet.
 _MOST_TRIES = 3
 
@@ -56,8 +64,9 @@ class LongWaits:
     Attributes:
         due_ns: When to `poll` next, monotonic.
         walked: How many were walked so far.
-        thrift: How many times fewer are walked in a sweep than may be, and sweeps are apart. Waits
-            that are over before one have the stack of others (`chance.fill_in`).
+        thrift: How many times fewer are walked than may be, and sweeps are apart. Waits that are
+            over before one have the stack of others of their thread (`chance.fill_in`). So threads
+            of which none is known are walked first.
     """
 
     def __init__(
@@ -80,6 +89,9 @@ class LongWaits:
         self._made = 0
         self._swept: dict[int, tuple[int, int]] = {}  # when it began, and its stack, by thread
         self._tries: dict[tuple[int, int], int] = {}  # by thread and when it began
+        self._known: OrderedDict[tuple[int, int], None] = OrderedDict()  # by thread and image
+        self._walk_ns = float(_FIRST_WALK_NS)
+        self._saved_ns, self._saved_at_ns = 0.0, time.monotonic_ns()
 
     def poll(self) -> None:
         """Sweeps once it is due."""
@@ -95,23 +107,50 @@ class LongWaits:
         """
         now_ns, begun_ns = time.monotonic_ns(), time.thread_time_ns()
         self.due_ns = now_ns + _PAUSE_NS
-        self._sweep(now_ns, least_ns)
+        found = self._looked(now_ns - least_ns)
+        looked_ns = time.thread_time_ns()
         if self.thrift > 1:
-            took_ns = time.thread_time_ns() - begun_ns
+            took_ns = looked_ns - begun_ns
             self.due_ns = max(self.due_ns, now_ns + _TIMES_APART * self.thrift * took_ns)
-
-    def _sweep(self, now_ns: int, least_ns: int) -> None:
-        fd = self._programs.sweep_iterator_fd
-        if fd is None:
-            return
-        try:
-            found = swept_threads(fd)
-        except OSError:  # no memory for it just now
-            return
-        found = found[found["switched_ns"] <= now_ns - least_ns]
-        # The longest first.
         most = _MOST_WALKED // self.thrift
-        found = found[np.argsort(found["switched_ns"], kind="stable")][:most]
+        if least_ns > abi.OPEN_WAIT_NS:
+            most = min(most, self._affordable(now_ns))
+        found = found[self._order(found)][:most]
+        self._sweep(found)
+        if len(found):
+            took_ns = time.thread_time_ns() - looked_ns
+            self._saved_ns -= took_ns
+            self._walk_ns += _LATEST_SHARE * (took_ns / len(found) - self._walk_ns)
+
+    def _looked(self, until_ns: int) -> Array:
+        """Returns the threads that have slept since then, or since earlier, without a stack."""
+        fd = self._programs.sweep_iterator_fd
+        try:
+            found = swept_threads(fd) if fd is not None else None
+        except OSError:  # no memory for it just now
+            found = None
+        if found is None:
+            return np.empty(0, abi.SWEPT_THREAD_DTYPE)
+        return found[found["switched_ns"] <= until_ns]
+
+    def _affordable(self, now_ns: int) -> int:
+        """Returns how many may be walked between the ends of windows, of what was saved up."""
+        if self.thrift == 1:
+            self._saved_ns, self._saved_at_ns = 0.0, now_ns
+            return _MOST_WALKED
+        gained_ns = (now_ns - self._saved_at_ns) / (_TIMES_APART * self.thrift)
+        most_ns = _MOST_SAVED_NS / (_TIMES_APART * self.thrift)
+        self._saved_ns, self._saved_at_ns = min(self._saved_ns + gained_ns, most_ns), now_ns
+        return max(int(self._saved_ns / self._walk_ns), 0)
+
+    def _order(self, found: Array) -> npt.NDArray[np.intp]:
+        """Returns in which order to walk: who has no stack yet first, then the longest."""
+        threads = found[["tid", "image"]].tolist()
+        known = np.fromiter((thread in self._known for thread in threads), bool, len(found))
+        order: npt.NDArray[np.intp] = np.lexsort((found["switched_ns"], known))
+        return order
+
+    def _sweep(self, found: Array) -> None:
         if not len(found):
             self._tries.clear()
             return
@@ -176,6 +215,10 @@ class LongWaits:
         except OSError:  # the map is full: the wait stays without a stack
             return
         self._swept[sleeper.tid] = int(record["switched_ns"]), stack
+        self._known[sleeper.tid, sleeper.image] = None
+        self._known.move_to_end((sleeper.tid, sleeper.image))
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
 
     def close(self, tids: npt.NDArray[np.uint32], states: Array) -> None:
         """Puts their stacks into the states of threads that are in long waits at a boundary.

@@ -73,15 +73,48 @@ def test_between_windows_those_are_walked_that_may_be_long_before_the_next_sweep
     # WHEN a window closes, which tells of those that go on whatever will become of them
     walks.asked.clear()
     waits.sweep()
-    assert walks.asked == [3, 2, 1]
+    assert sorted(walks.asked) == [1, 2, 3]
 
 
-def test_who_is_thrifty_sweeps_more_seldom_where_sweeps_take_long(
+def test_threads_without_any_stack_are_walked_before_those_whose_waits_have_one(
     waits: LongWaits, walks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # GIVEN a host of so many threads that a sweep, and its walks, take 20 ms of a CPU
-    clock_ns = iter(range(0, 1_000 * _MS, 20 * _MS))
-    monkeypatch.setattr(time, "thread_time_ns", lambda: next(clock_ns))
+    # GIVEN two threads of which a long wait was walked
+    waits.poll()
+    # WHEN they wait again, and so does a new one, where one may be walked
+    monkeypatch.setattr(
+        long_waits, "swept_threads", lambda _: _swept({2: 900, 3: 5_000, 4: 600, 5: 700})
+    )
+    walks.asked.clear()
+    waits.thrift = 250
+    waits.sweep()
+    assert walks.asked == [5]
+
+
+@pytest.fixture
+def taken_ns(walks: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What a look at all threads takes of a CPU, the walk of one, and all of them so far."""
+    taken = {"look": 0, "walk": 0, "now": 0}
+
+    def walk(sleepers: list[object]) -> tuple[()]:
+        taken["now"] += taken["walk"] * len(sleepers)
+        return ()
+
+    def swept(_: int) -> npt.NDArray[np.void]:
+        taken["now"] += taken["look"]
+        return _swept({2: 600, 3: 5_000})
+
+    monkeypatch.setattr(walks, "walk", walk)
+    monkeypatch.setattr(long_waits, "swept_threads", swept)
+    monkeypatch.setattr(time, "thread_time_ns", lambda: taken["now"])
+    return taken
+
+
+def test_who_is_thrifty_sweeps_more_seldom_where_looks_take_long(
+    waits: LongWaits, walks: Any, taken_ns: dict[str, int]
+) -> None:
+    # GIVEN a host of so many threads that a look at them takes 20 ms of a CPU
+    taken_ns["look"] = 20 * _MS
     before_ns = time.monotonic_ns()
     waits.poll()
     assert waits.due_ns - before_ns < 4_000 * _MS
@@ -94,12 +127,27 @@ def test_who_is_thrifty_sweeps_more_seldom_where_sweeps_take_long(
     assert walks.asked == []
 
 
-def test_sweeps_that_take_little_are_as_close_as_may_be(
-    waits: LongWaits, monkeypatch: pytest.MonkeyPatch
+def test_who_is_thrifty_walks_as_many_as_it_has_time_for(
+    waits: LongWaits, walks: Any, taken_ns: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # GIVEN one that does less of all else, and sweeps of half a millisecond
-    clock_ns = iter(range(0, 1_000 * _MS, _MS // 2))
-    monkeypatch.setattr(time, "thread_time_ns", lambda: next(clock_ns))
+    # GIVEN walks of 25 ms, and one that gives them a two-hundredth of a CPU
+    taken_ns["walk"] = 25 * _MS
+    waits.thrift = 4
+    now_ns = time.monotonic_ns()
+    # WHEN there is a look each half second, for a minute
+    for _ in range(120):
+        now_ns += 500 * _MS
+        monkeypatch.setattr(time, "monotonic_ns", lambda ns=now_ns: ns)
+        waits.poll()
+    # THEN twelve are walked in that, or a few more as what they take was learned.
+    assert 10 <= len(walks.asked) <= 16
+
+
+def test_looks_that_take_little_are_as_close_as_may_be(
+    waits: LongWaits, taken_ns: dict[str, int]
+) -> None:
+    # GIVEN one that does less of all else, looks of half a millisecond, and walks of ten
+    taken_ns["look"], taken_ns["walk"] = _MS // 2, 10 * _MS
     waits.thrift = 4
     before_ns = time.monotonic_ns()
     waits.sweep()
