@@ -30,32 +30,30 @@ F64 = npt.NDArray[np.float64]
 
 
 def by_importance(window: Window) -> npt.NDArray[np.int64]:
-    """Returns the order of a window's stacks: on the CPU and launches, and then waits by time.
+    """Returns the order of a window's stacks: by what would be lost without each.
 
-    The first two by their shares, of the time on the CPU and of what devices did: who has a stack
-    for each sample on the CPU would else leave no time for the few that launch all kernels.
+    That is the sum of three shares: of the time on the CPU, of the waits, and of what devices did
+    for its launches. So the first ones leave least without frames. Who has a stack for each sample
+    on the CPU, some thousand, would else leave no time for the few that launch all kernels, nor for
+    those of most waits.
     """
     stacks, samples, launches = window.stacks["stack"], window.samples, window.launches
     if not len(stacks):
         return np.zeros(0, np.int64)
     order = np.argsort(stacks, kind="stable")
 
-    def added(keys: npt.NDArray[np.uint64], values: F64) -> F64:
+    def shares(keys: npt.NDArray[np.uint64], values: F64) -> F64:
         at = order[np.searchsorted(stacks, keys, sorter=order) % len(stacks)]
         is_there = stacks[at] == keys
-        return _sums(at[is_there], values[is_there], len(stacks))
+        return _shares(_sums(at[is_there], values[is_there], len(stacks)))
 
     is_on_cpu = samples["kind"] == SampleClass.ON_CPU
     weights = samples["weight_ns"].astype(np.float64)
-    urgent = samples["stack"][is_on_cpu]
-    on_cpu = added(urgent, weights[is_on_cpu])
-    launched = added(launches["stack"], _weights_of_launches(window))
-    waits = added(samples["stack"][~is_on_cpu], weights[~is_on_cpu])
-    is_first = np.isin(stacks, np.concatenate([urgent, launches["stack"]]))
-    found: npt.NDArray[np.int64] = np.lexsort(
-        (-waits, -(_shares(on_cpu) + _shares(launched)), ~is_first)
-    )
-    return found
+    found = shares(launches["stack"], _weights_of_launches(window))
+    for is_so in (is_on_cpu, ~is_on_cpu):
+        found += shares(samples["stack"][is_so], weights[is_so])
+    first: npt.NDArray[np.int64] = np.argsort(-found, kind="stable")
+    return first
 
 
 def _weights_of_launches(window: Window) -> F64:
