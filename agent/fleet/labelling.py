@@ -17,7 +17,7 @@ from aiflame.agent.fleet.known_containers import keep, kept
 from aiflame.agent.fleet.kubelet import Kubelet, KubeletSettings, PodWatch
 from aiflame.agent.fleet.labels import KEPT_S, UNKNOWN_CONTAINER, Labeller, LabelOptions
 from aiflame.agent.fleet.rootless import RootlessEngines
-from aiflame.agent.fleet.selection import ids_below, left_out, left_out_paths
+from aiflame.agent.fleet.selection import ids_below, known_groups, left_out_paths
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.batch import Labels, distinct_labels
 from aiflame.agent.model.profile import Loss, Process
@@ -29,7 +29,8 @@ _MAX_LABEL_SETS = 2048
 # The latest cgroups that processes were seen in: what was left out of one that is dropped here is
 # recorded until it is seen again.
 _MAX_PATHS = 4 * MOST_LEFT_OUT
-# How often all cgroups are looked at: containers start and end. 4,500 of 500 pods take 0.3 s.
+# How often all cgroups are looked at: containers start and end. The 2,000 of 500 pods take 25 ms
+# if none has changed, and 0.15 s the first time.
 _LOOK_S = 10.0
 
 
@@ -201,16 +202,16 @@ class Labelling:
 
     def _look(self) -> LeftOut:
         """Looks at all cgroups."""
-        ids: set[int] = set()
-        if self._mounts:
+        if not self._selection.has_rules:
+            return LeftOut()
+        groups: dict[str, int] = {}  # which are there, by v2
+        for mount in self._mounts[:1]:
             is_v1_beside = self._layout is not CgroupLayout.UNIFIED
-            ids = left_out(
-                self._mounts[0], self._selection, self._labeller, is_v1_beside=is_v1_beside
-            )
-        return LeftOut(
-            frozenset(sorted(ids)[:MOST_LEFT_OUT]),
-            frozenset(left_out_paths(self._paths, self._selection, self._labeller)),
-        )
+            groups = known_groups(mount, is_v1_beside=is_v1_beside)
+        paths = {**groups, **self._paths}
+        found = left_out_paths(paths, self._selection, self._labeller)
+        ids = sorted(groups[path] for path in found if path in groups)
+        return LeftOut(frozenset(ids[:MOST_LEFT_OUT]), frozenset(found & self._paths.keys()))
 
     def _with(self, before: LeftOut, learnt: Iterable[str]) -> LeftOut:
         """Looks at some cgroups of containers, and at what is below them."""

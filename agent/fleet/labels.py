@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import PurePath
@@ -59,6 +59,9 @@ _MAX_CONTAINERS_OF_USER = 256
 # Services of one user, and of all that is in no group, at a time; further ones are that user's, or
 # "other".
 _MAX_SERVICES_OF_USER, _MAX_SERVICES = 64, 256
+# Cgroups of which it is kept what was decided; 500 pods have some 4,500, with paths of 300
+# characters. They take 12 MB at most.
+_MAX_GROUPS, _MAX_GROUP_CHARACTERS = 8192, 512
 
 _ABOVE = re.compile(r"(?:/\.\.)+(?=/|\Z)")
 _USER = re.compile(r"/user\.slice/user-(\d{1,10})\.slice(?=/|\Z)")
@@ -207,6 +210,23 @@ class _Known:
     is_learnt: bool = False  # and nobody was told so
 
 
+@dataclass(slots=True)
+class _Group:
+    """A cgroup whose path alone tells which container it is of, or that it is of none.
+
+    Attributes:
+        container: None where it is of none.
+        has_units: Whether its path tells of units, and so of a service.
+        basis: What else its owner follows from: what was decided holds as long as that is equal.
+        decided: None until something was that lasts.
+    """
+
+    container: Container | None
+    has_units: bool
+    basis: Facts | str | None = None
+    decided: bool | None = None
+
+
 def _is_not_roots(_cgroup: str) -> bool:
     return False
 
@@ -268,6 +288,8 @@ class Labeller:
         self._node = plain(options.node)
         self._pods = NoPods() if pods is None else pods
         self._is_kubelet_of_host = False
+        self._groups: dict[str, _Group] = {}
+        self._decide: Callable[[Subject], bool] | None = None
 
     @property
     def other(self) -> Labels:
@@ -311,13 +333,46 @@ class Labeller:
     def of_group(self, cgroup: str) -> Subject:
         """Returns who a cgroup belongs to, of whose processes nothing is known."""
         self.expect([cgroup])
-        return self._subject(Process(0, 0, "", "", "", cgroup, "", 0, None))
+        return self._subject(_in_group(cgroup))
+
+    def decided(self, cgroups: Collection[str], decide: Callable[[Subject], bool]) -> list[bool]:
+        """Returns what is decided about each cgroup: anew only where its owner may have changed.
+
+        Args:
+            cgroups: All there are: what was decided about others is forgotten.
+            decide: Decides about whom one belongs to, as `of_group` tells.
+        """
+        before, self._groups = self._groups if decide == self._decide else {}, {}
+        self._decide = decide
+        for path in cgroups:
+            group = before.get(path) or _group(path)
+            if group is not None and len(self._groups) < _MAX_GROUPS:
+                self._groups[path] = group
+        self.expect(cgroups)
+        return [self._decided(path, decide) for path in cgroups]
+
+    def _decided(self, path: str, decide: Callable[[Subject], bool]) -> bool:
+        group = self._groups.get(path)
+        if group is None:
+            return decide(self._subject(_in_group(path)))
+        basis: Facts | str
+        if group.container is not None:
+            known = self._known.get(group.container.id)
+            if known is None or known.facts is None:  # how long it is awaited decides, too
+                return decide(self._subject(_in_group(path)))
+            basis = known.facts
+        else:
+            basis = "" if group.has_units else self._service_of(_in_group(path))
+        if group.decided is None or basis != group.basis:
+            group.decided = decide(self._subject(_in_group(path)))
+        group.basis = basis  # the newest of equal ones: the kubelet's older answer is let go
+        return group.decided
 
     def expect(self, cgroups: Iterable[str]) -> None:
         """Looks for containers as soon as one is seen, so that they are known when labels are."""
         now_s = self._clock_s()
         self._take_list(now_s)
-        paths = {_whole(cgroup) for cgroup in cgroups}
+        paths = {path if path in self._groups else _whole(path) for path in cgroups}
         self._expect(paths, now_s)
         inside = {path for path in paths if self._is_in_node(path)}
         if inside:  # which is known now
@@ -327,18 +382,22 @@ class Labeller:
     def _expect(self, paths: Iterable[str], now_s: float) -> None:
         missing, named = [], []
         for path in paths:
-            user = _USER.match(path)
+            group = self._groups.get(path)
+            user = None if group is not None else _USER.match(path)
             if user is not None:
                 self._expect_of_user(int(user[1]), path, now_s)
                 continue
-            container = self._trusted(path) or self._below_service(path, now_s)
+            if group is not None:
+                container = group.container
+            else:
+                container = self._trusted(path) or self._below_service(path, now_s)
             if container is None or not container.id:
                 continue
             known = self._seen(container.id, now_s)
             of_pod = self._list.containers.get(container.id)
             if of_pod is not None:
                 self._take(known, of_pod)
-                self._is_kubelet_of_host |= _is_outermost(container, path)
+                self._is_kubelet_of_host |= group is not None or _is_outermost(container, path)
             elif _is_to_be_asked(known, now_s):
                 if _is_of_kubelet(container.path):
                     known.group = container.path
@@ -379,7 +438,9 @@ class Labeller:
         return inner if is_told or inner.id in self._list.containers else outermost
 
     def _is_in_node(self, path: str) -> bool:
-        trusted = None if _USER.match(path) else self._trusted(path)
+        if path in self._groups or _USER.match(path):
+            return False
+        trusted = self._trusted(path)
         return trusted is not None and not _is_outermost(trusted, path)
 
     def _below_service(self, path: str, now_s: float) -> Container | None:
@@ -481,8 +542,11 @@ class Labeller:
             own = plain(units[0].name)
             service, unit = _lasting(own)
             return Subject(Labels(service=service, unit=unit, node=self._node), unit=own)
-        service = self._bounded("", _of_executable(process), _OTHER, _MAX_SERVICES)
-        return Subject(Labels(service=service, node=self._node))
+        return Subject(Labels(service=self._service_of(process), node=self._node))
+
+    def _service_of(self, process: Process) -> str:
+        """Returns the service of a process in no group that tells one."""
+        return self._bounded("", _of_executable(process), _OTHER, _MAX_SERVICES)
 
     def _of_user(self, uid: int, path: str, process: Process) -> Labels:
         user = f"user-{uid}"
@@ -619,6 +683,24 @@ def _whole(path: str) -> str:
     """Returns a path without what stands for groups above the reader's cgroup namespace."""
     above = _ABOVE.match(path)
     return path if above is None else path[above.end() :]
+
+
+def _in_group(cgroup: str) -> Process:
+    """Returns a process of which nothing else is known."""
+    return Process(0, 0, "", "", "", cgroup, "", 0, None)
+
+
+def _group(path: str) -> _Group | None:
+    """Returns what is kept of a cgroup; None where more than its path tells whose it is."""
+    if len(path) > _MAX_GROUP_CHARACTERS or _ABOVE.match(path) or _USER.match(path):
+        return None
+    identity = identity_of(path)
+    if not identity.containers:
+        return _Group(None, bool(identity.units))
+    (outermost, *inner) = identity.containers
+    if inner or not outermost.id or not _is_made_by_engine(outermost, identity):
+        return None
+    return _Group(outermost, False)
 
 
 def _is_outermost(container: Container, path: str) -> bool:

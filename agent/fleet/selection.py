@@ -6,8 +6,8 @@ A rule is one or more conditions, joined by commas, all of which must hold: `nam
 Values have wildcards (`*`, `?`, `[...]`); none matches what a process does not have. A process is
 recorded if a rule of `include` holds, or there is none, and no rule of `exclude` does.
 
-What holds for a whole cgroup is left out in the kernel: by the cgroup's id (`left_out`), or process
-by process where v1 groups them (`left_out_paths`). What depends on the process is left out when
+What holds for a whole cgroup is left out in the kernel: by the cgroup's id, or process by process
+where v1 groups them (`left_out_paths`). What depends on the process is left out when
 labels are made.
 
 A rule that asks about what the kubelet has not told yet is open. What it decides about is recorded
@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from itertools import islice
@@ -47,6 +47,9 @@ _MAX_GROUPS = 65536
 _MAX_GROUPS_OF_ONE = 2048
 _OWNED = re.compile(r"user-\d{1,10}\.slice|.*[0-9a-f]{64}(?:\.scope)?", re.DOTALL)
 _MAX_DEPTH = 32
+# Of a directory with none in it (kernfs_refresh_inode, fs/kernfs/inode.c: 2 and one for each). Most
+# cgroups are, and reading the names of their fifty files takes most of the time.
+_LINKS_OF_LEAF = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,11 @@ class Selection:
         return cls(tuple(map(Rule.parse, include)), tuple(map(Rule.parse, exclude)))
 
     @property
+    def has_rules(self) -> bool:
+        """Whether anything can be left out."""
+        return bool(self.include or self.exclude)
+
+    @property
     def asks_pods(self) -> bool:
         """Whether a rule asks about what the kubelet tells."""
         return any(rule.asks_pods for rule in (*self.include, *self.exclude))
@@ -184,48 +192,27 @@ def _any(found: Iterable[bool | None]) -> bool | None:
 class Owners(Protocol):
     """Who tells whom cgroups belong to: `labels.Labeller`."""
 
-    def expect(self, cgroups: Iterable[str]) -> None:
-        """Looks for what is to be known of them, for all at once."""
+    def decided(
+        self, cgroups: Collection[str], decide: Callable[[Subject], bool]
+    ) -> Sequence[bool]:
+        """Returns what is decided about whom each belongs to."""
 
-    def of_group(self, cgroup: str) -> Subject:
-        """Returns who a cgroup belongs to."""
 
-
-def left_out(
-    mount: Path, selection: Selection, owners: Owners, *, is_v1_beside: bool = False
-) -> set[int]:
-    """Returns the ids of cgroups of which nothing is recorded, each by itself.
+def left_out_paths(paths: Collection[str], selection: Selection, owners: Owners) -> set[str]:
+    """Returns the paths of cgroups of which nothing is recorded, each by itself.
 
     Cgroups come and go: it is to be asked again, and until then what is new is recorded, and left
     out where labels are made.
 
     Args:
-        mount: Of cgroup v2, as the host has it.
-        selection: The rules.
-        owners: Tells whom cgroups belong to.
-        is_v1_beside: Whether processes are grouped by v1 as well, and by that belong to others:
-            all may be in the root of v2. Then only containers that v2 has are left out here.
-    """
-    if not (selection.include or selection.exclude):
-        return set()
-    groups = known_groups(mount, is_v1_beside=is_v1_beside)
-    owners.expect(groups)
-    return {found for path, found in groups.items() if selection.leaves_out(owners.of_group(path))}
-
-
-def left_out_paths(paths: Iterable[str], selection: Selection, owners: Owners) -> set[str]:
-    """Returns the paths of cgroups of which nothing is recorded, of those that processes are in.
-
-    Args:
-        paths: As `CgroupPaths.telling` has them.
+        paths: All there are.
         selection: The rules.
         owners: Tells whom cgroups belong to.
     """
-    if not (selection.include or selection.exclude):
+    if not selection.has_rules:
         return set()
-    known = tuple(paths)
-    owners.expect(known)
-    return {path for path in known if selection.leaves_out(owners.of_group(path))}
+    decided = owners.decided(paths, selection.leaves_out)
+    return {path for path, is_out in zip(paths, decided, strict=True) if is_out}
 
 
 def known_groups(mount: Path, *, is_v1_beside: bool = False) -> dict[str, int]:
@@ -233,7 +220,8 @@ def known_groups(mount: Path, *, is_v1_beside: bool = False) -> dict[str, int]:
 
     Args:
         mount: Of cgroup v2, as the host has it.
-        is_v1_beside: As of `left_out`.
+        is_v1_beside: Whether processes are grouped by v1 as well, and by that belong to others:
+            all may be in the root of v2. Then only containers that v2 has are told.
     """
     return {
         path: number
@@ -277,16 +265,20 @@ def _groups(mount: Path, owner: str = "") -> Iterator[tuple[str, int]]:
             owner = path
         most = _MAX_GROUPS_OF_ONE - of_owners[owner] if owner else _MAX_GROUPS
         try:
-            with os.scandir(folder) as entries:
-                names = (e.name for e in entries if e.is_dir(follow_symlinks=False))
-                below = [*islice(names, most)]
-            number = os.stat(folder).st_ino  # noqa: PTH116 - thousands of them
+            found = os.stat(folder)  # noqa: PTH116 - thousands of them
+            below = [] if found.st_nlink == _LINKS_OF_LEAF else _names_below(folder, most)
         except OSError:
             continue  # removed meanwhile
         count += 1
         of_owners[owner] += len(below)
-        yield path, number
+        yield path, found.st_ino
         if depth < _MAX_DEPTH:
             waiting += [
                 (f"{path.rstrip('/')}/{n}", f"{folder}/{n}", depth + 1, owner) for n in below
             ]
+
+
+def _names_below(folder: str, most: int) -> list[str]:
+    with os.scandir(folder) as entries:
+        names = (entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        return [*islice(names, most)]

@@ -10,18 +10,20 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.errors import UsageError
-from aiflame.agent.fleet import labelling
+from aiflame.agent.fleet import labelling, labels
 from aiflame.agent.fleet.batches import batches_of
 from aiflame.agent.fleet.config import AgentConfig, load
 from aiflame.agent.fleet.host_checks import CgroupLayout
 from aiflame.agent.fleet.known_containers import keep, kept
 from aiflame.agent.fleet.labelling import Labelling, LeftOut
-from aiflame.agent.fleet.labels import Labeller, NoPods
+from aiflame.agent.fleet.labels import Labeller, NoPods, Subject
 from aiflame.agent.fleet.pods import Pod, PodContainer, PodList
+from aiflame.agent.fleet.selection import Selection, known_groups
 from aiflame.agent.fleet.sinks import SINKS, sink_module
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.window import Window, rows_of
 from aiflame.agent.processes.container_names import EngineFacts
+from aiflame.agent.processes.identity import Identity, identity_of
 from profiles import process, small_profile
 
 _IN_CONTAINER = f"/docker/{'a' * 64}"
@@ -229,6 +231,65 @@ def test_a_pod_that_is_never_told_of_is_not_recorded_all_day(
     assert found is not None and not groups & found.ids
 
 
+def test_a_pod_is_decided_about_anew_when_the_kubelet_tells_otherwise(
+    tmp_path: Path, kubelets: list[_Kubelet], now_s: list[float]
+) -> None:
+    one, groups = _of_pod(tmp_path, include="namespace=shop")
+    # GIVEN a host that has cgroups of others besides, which are left out
+    others = {*known_groups(tmp_path).values()} - groups
+    # WHEN what the kubelet tells changes, stays, and changes THEN so does what is left out
+    found = LeftOut()
+    for namespace, is_out in (("shop", False), ("x", True), ("x", True), ("shop", False)) * 2:
+        kubelets[0].tell(namespace)
+        now_s.append(now_s[-1] + 10)
+        found = one.newly_left_out() or found
+        assert found.ids == others | (groups if is_out else set())
+
+
+def test_looking_again_at_what_has_not_changed_costs_little(
+    tmp_path: Path,
+    kubelets: list[_Kubelet],
+    now_s: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # GIVEN pods and services that were looked at, more than paths are remembered of elsewhere
+    one, groups = _of_pod(tmp_path, exclude="namespace=shop")
+    for number in range(300):
+        (tmp_path / "system.slice" / f"{number}.service").mkdir(parents=True)
+        (tmp_path / f"kubepods/pod{number:08x}-8d1c-4d5a-9d5f-6a4b1ad0c9ab").mkdir()
+    read: list[str] = []
+    decided: list[Subject] = []
+    leaves_out = Selection.leaves_out
+
+    def counted_identity(path: str) -> Identity:
+        read.append(path)
+        return identity_of(path)
+
+    def counted(selection: Selection, subject: Subject) -> bool:
+        decided.append(subject)
+        return leaves_out(selection, subject)
+
+    monkeypatch.setattr(labels, "identity_of", counted_identity)
+    monkeypatch.setattr(Selection, "leaves_out", counted)
+    kubelets[0].tell("shop")
+    assert one.newly_left_out() == LeftOut(frozenset(groups))
+    assert len({*read}) == len(decided) > 600
+    read.clear()
+    decided.clear()
+    # WHEN they are looked at again, also after the kubelet has told the same once more
+    for _ in range(3):
+        kubelets[0].tell("shop")
+        now_s.append(now_s[-1] + 10)
+        assert one.newly_left_out() is None
+    # THEN no path is taken apart, and no rule asked
+    assert (read, decided) == ([], [])
+    # AND of one that is new, that one's alone
+    (tmp_path / "system.slice" / "new.service").mkdir()
+    now_s.append(now_s[-1] + 10)
+    assert one.newly_left_out() is None
+    assert {*read} == {"/system.slice/new.service"} and len(decided) == 1
+
+
 @pytest.mark.parametrize("kubelet", ["silent", "none"])
 def test_what_may_be_of_a_tenant_that_is_excluded_is_not_sent(
     tmp_path: Path, kubelets: list[_Kubelet], kubelet: str
@@ -389,6 +450,28 @@ def test_a_container_has_its_new_name(tmp_path: Path, engine: dict[str, EngineFa
     assert labels is not None and (labels.service, labels.container) == ("new", "new")
     one.expect(_window(processes[0].cgroup))
     assert kept(tmp_path) == {"a" * 64: EngineFacts("new", "web:1", (("a", "b"),))}
+
+
+def test_a_container_that_is_renamed_is_left_out_or_not_by_its_new_name(
+    tmp_path: Path, engine: dict[str, EngineFacts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(labelling, "cgroup2_mounts", lambda: [tmp_path])
+    monkeypatch.setattr(labelling, "cgroup_layout", lambda: CgroupLayout.UNIFIED)
+    monkeypatch.setattr(labelling, "_LOOK_S", 0)
+    group = tmp_path / "docker" / ("a" * 64)
+    group.mkdir(parents=True)
+    one = Labelling(_config(directory=str(tmp_path / "d"), exclude="container=debug-*").agent)
+    is_out = LeftOut(frozenset({group.stat().st_ino}))
+    for name, wanted in (("web", LeftOut()), ("debug-web", is_out), ("web", LeftOut())):
+        engine["a" * 64] = EngineFacts(name)
+        assert one.newly_left_out() == wanted
+        assert one.newly_left_out() is None
+    # AND where the container's cgroup is made anew
+    engine["a" * 64] = EngineFacts("debug-web")
+    found = one.newly_left_out()
+    group.rename(tmp_path / "elsewhere")
+    group.mkdir()
+    assert (found, one.newly_left_out()) == (is_out, LeftOut(frozenset({group.stat().st_ino})))
 
 
 _POD = Pod("shop", "web-1", "uid", labels=(("app", "web"),), annotations=(("a", "b"),))

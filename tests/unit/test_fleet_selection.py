@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet import selection
 from aiflame.agent.fleet.labels import TOLD_OF_POD, Subject
-from aiflame.agent.fleet.selection import Selection, left_out
+from aiflame.agent.fleet.selection import Selection, known_groups, left_out_paths
 from aiflame.agent.model.batch import Labels
 
 _SHOP = Subject(
@@ -156,12 +156,14 @@ class _Owners:
         self._path = path
         self.expected: list[str] = []
 
-    def expect(self, cgroups: Iterable[str]) -> None:
+    def decided(self, cgroups: Collection[str], decide: Callable[[Subject], bool]) -> list[bool]:
         self.expected = sorted(cgroups)
+        return [decide(_SHOP if path.startswith(self._path) else _CRON) for path in cgroups]
 
-    def of_group(self, cgroup: str) -> Subject:
-        assert cgroup in self.expected
-        return _SHOP if cgroup.startswith(self._path) else _CRON
+
+def _left_out(mount: Path, selection: Selection, owners: _Owners) -> set[int]:
+    groups = known_groups(mount)
+    return {groups[path] for path in left_out_paths(groups, selection, owners)}
 
 
 def test_ids_of_cgroups_that_are_left_out(tmp_path: Path) -> None:
@@ -173,12 +175,12 @@ def test_ids_of_cgroups_that_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path)
     owners = _Owners("/pod/web")
     # WHEN one container is excluded
-    found = left_out(tmp_path, Selection.parse([], ["namespace=prod"]), owners)
+    found = _left_out(tmp_path, Selection.parse([], ["namespace=prod"]), owners)
     # THEN its group is left out and the one below it, and no other
     assert found == {inner.stat().st_ino, inner.parent.stat().st_ino}
     assert owners.expected == ["/", "/pod", "/pod/web", "/pod/web/init", "/system"]
     # AND without rules nobody looks
-    assert left_out(tmp_path, Selection(), _Owners("/")) == set()
+    assert _left_out(tmp_path, Selection(), _Owners("/")) == set()
 
 
 def test_cgroups_of_a_user_or_a_container_do_not_hide_those_of_others(
@@ -196,7 +198,7 @@ def test_cgroups_of_a_user_or_a_container_do_not_hide_those_of_others(
         (tmp_path / name.lstrip("/")).mkdir()
     # WHEN all are looked at THEN no group of others' is missing
     owners = _Owners("/")
-    left_out(tmp_path, Selection.parse([], ["namespace=prod"]), owners)
+    _left_out(tmp_path, Selection.parse([], ["namespace=prod"]), owners)
     assert {*services} <= {*owners.expected}
     assert sum("user-7" in path for path in owners.expected) == 101
     assert sum("docker" in path for path in owners.expected) == 101
@@ -207,5 +209,5 @@ def test_a_tree_that_is_too_deep_ends(tmp_path: Path) -> None:
     for _ in range(60):
         folder = folder / "d"
     folder.mkdir(parents=True)
-    found = left_out(tmp_path, Selection.parse([], ["namespace=prod"]), _Owners("/"))
+    found = _left_out(tmp_path, Selection.parse([], ["namespace=prod"]), _Owners("/"))
     assert len(found) == 33
