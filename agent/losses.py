@@ -532,6 +532,10 @@ class LossKind(enum.Enum):
         " first",
         cure="allow the agent more (cost_cpu_percent, cost_host_percent)",
     )
+    NAMES_NOT_SENT = _Entry(
+        "stacks whose container or service had functions with over 2 MB of names in one stretch:"
+        " their time is sent, their frames are not; the heaviest stacks came first"
+    )
     NOT_DELIVERED = _Entry(
         "samples of earlier stretches that a back-end did not take, or that waited too long for it;"
         " of each back-end by itself",

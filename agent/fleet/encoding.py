@@ -21,6 +21,8 @@ from aiflame.agent.errors import AiflameError
 from aiflame.agent.fleet.batches import batches_of
 from aiflame.agent.fleet.fork import Fork, ForkEnded
 from aiflame.agent.fleet.log import words_of
+from aiflame.agent.fleet.name_limits import limited
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.sinks.requests import Request, RequestSink
@@ -147,7 +149,9 @@ def _encode(stretch: NamedStretch, sinks: Mapping[str, RequestSink], pipe: IO[by
             profile.recording.duration_ns,
             {loss.name: loss.count for loss in profile.losses},
         )
-        batches = [*batches_of(profile, stretch.labels)] if sinks else []
+        batches, unnamed = limited(batches_of(profile, stretch.labels)) if sinks else ([], 0)
+        if unnamed:
+            summary.losses[LossKind.NAMES_NOT_SENT.stored_name] = unnamed
         del profile
     except Exception as error:
         _tell(pipe, {"error": words_of(error)})
