@@ -24,6 +24,7 @@ from pathlib import Path
 
 from aiflame.agent.processes.container_names import (
     EngineFacts,
+    docker_files,
     facts_in,
     facts_of,
     is_state_directory,
@@ -72,6 +73,8 @@ class EngineWatch:
         self._lock = threading.Lock()
         self._watched: dict[int, Path] = {}
         self._of_containers: OrderedDict[Path, int] = OrderedDict()
+        # Of docker's files: what tells another one.
+        self._versions: OrderedDict[str, tuple[int, int]] = OrderedDict()
         # Of containers whose labels are to be looked for: after how many times, and when.
         self._unlabelled: dict[str, tuple[int, float]] = {}
         self._inotify = int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
@@ -87,16 +90,43 @@ class EngineWatch:
             ids: 64 hex digits each.
         """
         wanted = [*ids]
-        found = self.held_of(wanted)
+        found = self._held_of(wanted)
         known = {key for key, facts in found.items() if not facts.may_have_labels}
         return found | facts_of([key for key in wanted if key not in known], self._root)
 
-    def held_of(self, ids: Iterable[str]) -> dict[str, EngineFacts]:
-        """Returns what was read of containers when engines wrote it; nothing is read now.
+    def names_of(self, ids: Iterable[str]) -> dict[str, str]:
+        """Returns the names that containers have now, as far as engines tell.
+
+        podman's are those of a list that is watched. docker has a file of each container, which is
+        read again where it is another one than last time.
 
         Args:
             ids: 64 hex digits each.
         """
+        wanted = [*ids]
+        for key, path in docker_files(wanted, self._root):
+            self._read_again(key, path)
+        return {key: facts.name for key, facts in self._held_of(wanted).items()}
+
+    def _read_again(self, key: str, path: str) -> None:
+        """Reads docker's file of a container, which a change replaces by another one."""
+        try:
+            found = os.stat(path)  # noqa: PTH116 - of each container, with each window
+        except OSError:  # it is podman's, or gone
+            return
+        version = (found.st_ino, found.st_mtime_ns)
+        if self._versions.get(key) == version:
+            return
+        facts = facts_in(Path(path))
+        if facts:  # else it is damaged, and is tried again
+            self._keep(facts)
+            self._versions[key] = version
+            self._versions.move_to_end(key)
+            if len(self._versions) > _MAX_KNOWN:
+                self._versions.popitem(last=False)
+
+    def _held_of(self, ids: Iterable[str]) -> dict[str, EngineFacts]:
+        """Returns what was read of containers when engines wrote it."""
         with self._lock:
             return {key: self._known[key] for key in ids if key in self._known}
 
@@ -172,7 +202,7 @@ class EngineWatch:
                 self._enter(path)
             return
         found = facts_in(path)
-        if path.parent.name in found:  # a file for one container, which tells nothing else later
+        if path.parent.name in found:  # a file for one container: of it, only the name changes
             self._leave(path.parent)
         new = {}
         for key, facts in found.items():

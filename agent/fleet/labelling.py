@@ -94,7 +94,7 @@ class Labelling:
             None,
             self._engines.facts_of,
             rootless_facts=self._rootless.facts_of,
-            held_facts=self._engines.held_of,
+            names_of=self._engines.names_of,
             is_roots=self._is_roots,
         )
         self._labeller.learn(kept(self._directory))

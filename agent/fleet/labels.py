@@ -231,7 +231,7 @@ def _is_not_roots(_cgroup: str) -> bool:
     return False
 
 
-def _none_held(_ids: Iterable[str]) -> dict[str, EngineFacts]:
+def _no_names(_ids: Iterable[str]) -> dict[str, str]:
     return {}
 
 
@@ -248,7 +248,7 @@ class Labeller:
         engine_facts: Returns what engines left of containers.
         clock_s: Monotonic, in seconds.
         rootless_facts: As engine_facts, of the containers of a user.
-        held_facts: As engine_facts, of what was read already: names change.
+        names_of: Returns the names that containers have by now, as far as engines tell.
         is_roots: Whether nobody but root can make cgroups in one.
 
     Attributes:
@@ -262,7 +262,7 @@ class Labeller:
         engine_facts: Callable[[Iterable[str]], dict[str, EngineFacts]] = facts_of,
         clock_s: Callable[[], float] = time.monotonic,
         rootless_facts: Callable[[int, Iterable[str]], dict[str, EngineFacts]] = _no_facts,
-        held_facts: Callable[[Iterable[str]], dict[str, EngineFacts]] = _none_held,
+        names_of: Callable[[Iterable[str]], dict[str, str]] = _no_names,
         is_roots: Callable[[str], bool] = _is_not_roots,
     ) -> None:
         self.changes = 0
@@ -272,7 +272,7 @@ class Labeller:
         self.use(options, pods)
         self._engine_facts = engine_facts
         self._rootless_facts = rootless_facts
-        self._held_facts = held_facts
+        self._names_of = names_of
         self._is_roots = is_roots
         self._clock_s = clock_s
         self._known: OrderedDict[str, _Known] = OrderedDict()
@@ -410,8 +410,8 @@ class Labeller:
                     missing.append(container.id)
             elif isinstance(known.facts, EngineFacts):
                 named.append(container.id)
-        for container_id, facts in self._held_facts(named).items():
-            self._rename(self._known[container_id], facts)
+        for container_id, name in self._names_of(named).items():
+            self._rename(self._known[container_id], name)
         if missing:
             for container_id, facts in self._engine_facts(missing).items():
                 if container_id in missing:
@@ -517,10 +517,10 @@ class Labeller:
         self.changes += known.facts != facts
         known.facts = facts
 
-    def _rename(self, known: _Known, held: EngineFacts) -> None:
+    def _rename(self, known: _Known, name: str) -> None:
         """Takes a container's name anew; its labels do not change."""
-        if isinstance(known.facts, EngineFacts) and held.name != known.facts.name:
-            self._take(known, replace(known.facts, name=held.name))
+        if isinstance(known.facts, EngineFacts) and name != known.facts.name:
+            self._take(known, replace(known.facts, name=name))
 
     def _forget(self, now_s: float) -> None:
         while self._known:

@@ -120,11 +120,24 @@ def labelled(found: Mapping[str, EngineFacts], root: Path = Path("/")) -> dict[s
 def _facts(ids: Iterable[str], root: Path) -> dict[str, EngineFacts]:
     wanted = frozenset(each for each in ids if _ID.fullmatch(each))
     found = _storage_facts(root, wanted) if wanted else {}
-    folders = [folder / "containers" for folder in _docker_roots(root)]
+    folders = _docker_folders(root)
     for container_id in wanted:
         for folder in folders:
             found |= facts_in(folder / container_id / DOCKER_STATE)
     return found
+
+
+def docker_files(ids: Iterable[str], root: Path = Path("/")) -> Iterator[tuple[str, str]]:
+    """Yields containers with the path of the file that docker has of one, if it has.
+
+    Args:
+        ids: 64 hex digits each.
+        root: As for names_of.
+    """
+    wanted = [each for each in ids if _ID.fullmatch(each)]
+    for folder in _docker_folders(root) if wanted else ():
+        if _is_directory(folder):
+            yield from ((each, f"{folder}/{each}/{DOCKER_STATE}") for each in wanted)
 
 
 def facts_in(path: Path) -> dict[str, EngineFacts]:
@@ -190,8 +203,7 @@ def _labels(value: Any) -> tuple[tuple[str, str], ...]:
 
 def engine_directories(root: Path) -> list[Path]:
     """Returns where engines keep what `facts_of` reads, whether it is there or not."""
-    docker = [path / "containers" for path in _docker_roots(root)]
-    return [*docker, *_storage_roots(root)]
+    return [*_docker_folders(root), *_storage_roots(root)]
 
 
 def state_directories(root: Path = Path("/")) -> list[Path]:
@@ -225,9 +237,10 @@ def system_storage_conf(root: Path = Path("/")) -> StorageConf:
     return StorageConf()
 
 
-def _docker_roots(root: Path) -> list[Path]:
+def _docker_folders(root: Path) -> list[Path]:
+    """Returns where docker has a directory for each container."""
     moved = absolute(data_root(content(root / _DOCKER_SETTINGS, MAX_SETTINGS_BYTES)))
-    return _places(root, _DOCKER_ROOTS, moved)
+    return [path / "containers" for path in _places(root, _DOCKER_ROOTS, moved)]
 
 
 def _storage_roots(root: Path) -> list[Path]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from aiflame.agent.fleet import engine_watch
 from aiflame.agent.fleet.engine_watch import EngineWatch
+from aiflame.agent.processes import container_names
 from aiflame.agent.processes.container_names import EngineFacts
 from bolt_files import BoltFile
 from support import wait_until
@@ -61,11 +62,32 @@ def test_a_container_that_podman_renames(tmp_path: Path) -> None:
     with _watching(tmp_path) as watch:
         for name in ("old", "new"):
             _write(storage / "containers.json", [{"id": _WEB, "names": [name]}])
-            wait_until(lambda name=name: _held(watch, _WEB) == {_WEB: name}, 10)
+            wait_until(lambda name=name: watch.names_of([_WEB]) == {_WEB: name}, 10)
 
 
-def _held(watch: EngineWatch, *ids: str) -> dict[str, str]:
-    return {key: facts.name for key, facts in watch.held_of(ids).items()}
+def test_a_container_that_docker_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    containers = tmp_path / "var/lib/docker/containers"
+    for key, name in ((_WEB, "web"), (_DB, "db")):  # they were there before
+        (containers / key).mkdir(parents=True)
+        _write(containers / key / "config.v2.json", {"Name": f"/{name}"})
+    read: list[str] = []
+
+    def facts_in(path: Path) -> dict[str, EngineFacts]:
+        read.append(path.parent.name)
+        return container_names.facts_in(path)
+
+    monkeypatch.setattr(engine_watch, "facts_in", facts_in)
+    with _watching(tmp_path) as watch:
+        assert watch.names_of([_WEB, _DB, "c" * 64, "../x"]) == {_WEB: "web", _DB: "db"}
+        # WHEN one of them is renamed THEN that one's file alone is read again, and once
+        read.clear()
+        _write(containers / _WEB / "config.v2.json", {"Name": "/new"})
+        for _ in range(3):
+            assert watch.names_of([_WEB, _DB]) == {_WEB: "new", _DB: "db"}
+        assert read == [_WEB]
+        # AND the name that it had last outlives it
+        shutil.rmtree(containers)
+        assert watch.names_of([_WEB]) == {_WEB: "new"}
 
 
 def _podman_state(storage: Path, labels: dict[str, dict[str, str]]) -> None:

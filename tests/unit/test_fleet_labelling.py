@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -13,6 +15,7 @@ from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet import labelling, labels
 from aiflame.agent.fleet.batches import batches_of
 from aiflame.agent.fleet.config import AgentConfig, load
+from aiflame.agent.fleet.engine_watch import EngineWatch
 from aiflame.agent.fleet.host_checks import CgroupLayout
 from aiflame.agent.fleet.known_containers import keep, kept
 from aiflame.agent.fleet.labelling import Labelling, LeftOut
@@ -354,7 +357,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, EngineFacts]:
         def facts_of(self, ids: Iterable[str]) -> dict[str, EngineFacts]:
             return {key: told[key] for key in ids if key in told}
 
-        held_of = facts_of
+        def names_of(self, ids: Iterable[str]) -> dict[str, str]:
+            return {key: facts.name for key, facts in self.facts_of(ids).items()}
 
     monkeypatch.setattr(labelling, "EngineWatch", Engines)
     return told
@@ -472,6 +476,47 @@ def test_a_container_that_is_renamed_is_left_out_or_not_by_its_new_name(
     group.rename(tmp_path / "elsewhere")
     group.mkdir()
     assert (found, one.newly_left_out()) == (is_out, LeftOut(frozenset({group.stat().st_ino})))
+
+
+def test_a_container_that_docker_renames_has_its_new_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(labelling, "EngineWatch", partial(EngineWatch, tmp_path))
+    state = tmp_path / "var/lib/docker/containers" / ("a" * 64) / "config.v2.json"
+    state.parent.mkdir(parents=True)
+
+    def rename(name: str) -> None:
+        new = state.with_suffix(".tmp")
+        config = {"Image": "web:1", "Labels": {"team": "search"}}
+        new.write_text(json.dumps({"Name": f"/{name}", "Config": config}))
+        new.rename(state)
+
+    # GIVEN a container that was there before the agent, and one rule about its name
+    rename("old")
+    settings = _config(directory=str(tmp_path), exclude="container=debug", pod_labels="team").agent
+    one = Labelling(settings)
+    container = [replace(process(7, "x"), cgroup=_IN_CONTAINER)]
+    found = []
+    # WHEN docker renames it THEN labels and rules go by that, and all else stays
+    for name in ("old", "new", "newer", "debug", "old"):
+        rename(name)
+        (labels,) = one.of(container)
+        found.append(None if labels is None else (labels.container, labels.version, labels.extra))
+    extra = (("team", "search"),)
+    assert found == [
+        *((name, "1", extra) for name in ("old", "new", "newer")),
+        None,
+        ("old", "1", extra),
+    ]
+    # AND one that is being written, or is gone, changes nothing
+    for text in ("", "{", '{"Name": 7}'):
+        state.write_text(text)
+        (labels,) = one.of(container)
+        assert labels is not None and labels.container == "old"
+    shutil.rmtree(state.parent)
+    (labels,) = one.of(container)
+    assert labels is not None and labels.container == "old"
+    one._engines.stop()
 
 
 _POD = Pod("shop", "web-1", "uid", labels=(("app", "web"),), annotations=(("a", "b"),))
