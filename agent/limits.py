@@ -12,6 +12,9 @@ from aiflame.agent import kernelfs
 # some the next time.
 OUT_OF_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
+# No room is left on a disk, or of a user's share of it: files that are removed make some.
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
 
 def limit_self(*limits: tuple[int, int]) -> None:
     """Lowers limits of this process and what it starts, for good.
@@ -38,6 +41,14 @@ def more_memory(most: int) -> tuple[int, int]:
     """
     pages = int(kernelfs.read_text("/proc/self/statm").split()[5])  # proc_pid_statm(5): data
     return resource.RLIMIT_DATA, most + pages * resource.getpagesize()
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error, or the one that it was raised from, is for want of room on a disk."""
+    for one in (error, error.__cause__):
+        if isinstance(one, OSError):
+            return one.errno in DISK_FULL
+    return False
 
 
 def room_hint() -> str:

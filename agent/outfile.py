@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from aiflame.agent.errors import AiflameError, UsageError
-from aiflame.agent.limits import room_hint
+from aiflame.agent.limits import DISK_FULL, room_hint
 
 # NAME_MAX of Linux file systems (limits.h), in bytes.
 _NAME_MAX_BYTES = 255
@@ -45,8 +45,6 @@ _MAX_LINKS = 40
 _NOT_SUPPORTED = frozenset(
     {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 )
-
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _LOOK_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -492,7 +490,7 @@ def _exists(path: Path) -> UsageError:
 
 def _cannot_write(path: Path, error: OSError) -> AiflameError:
     hint = None
-    if error.errno in _DISK_FULL:
+    if error.errno in DISK_FULL:
         hint = "free some space, or choose another folder with -o"
     elif error.errno == errno.EFBIG:
         hint = room_hint()

@@ -57,6 +57,7 @@ from aiflame.agent.kernel import abi, checks, descriptors
 from aiflame.agent.kernel.least import give_up_rights
 from aiflame.agent.kernel.loader import ProgramOptions
 from aiflame.agent.kernel.probes import online_cpus
+from aiflame.agent.limits import is_disk_full
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.window import Window
@@ -471,18 +472,12 @@ class _Agent:
             self._vitals.note_chances(self._steers.chances)
             self._tell_thrift(self._steers.chances)
         try:
-            self._put(window)
+            self._put_with_room(window)
         except AiflameError as error:
-            self._tidy(room_only=True)
-            try:
-                self._put(window)
-            except AiflameError:
-                self._vitals.note_window(window, is_kept=False)
-                self._windows_lost += 1
-                self._log.say_seldom(
-                    "window lost", f"{self._windows_lost:,} windows are lost: {error}"
-                )
-                return
+            self._vitals.note_window(window, is_kept=False)
+            self._windows_lost += 1
+            self._log.say_seldom("window lost", f"{self._windows_lost:,} windows are lost: {error}")
+            return
         self._vitals.note_window(window, is_kept=True)
         self._give_back_at_s = 0.0  # what it took is free by the next interval
         stretch = self._stretch
@@ -515,19 +510,62 @@ class _Agent:
             self._naming.tell(thrift=chances.thrift, delay_factor=chances.delay_factor)
             self._told_thrift = told
 
-    def _put(self, window: Window) -> None:
-        if self._stretch is None:
-            self._follow_clock()
-            self._stretch = self._stretches.begin(self._facts, window)
-            if self._naming is not None:
-                self._naming.tell(stretch=str(self._stretch.folder))
+    def _put_with_room(self, window: Window) -> None:
+        """Puts a window on disk; where that is full, in place of the oldest that has been sent.
+
+        No more of these goes than it takes: it is what was recorded before the disk was full.
+
+        Raises:
+            AiflameError: There is no room, whatever goes.
+        """
+        error = self._why_not_put(window)
+        if error is not None and is_disk_full(error):
+            self._tidy(room_only=True)
+            error = self._why_not_put(window)
+        while error is not None and is_disk_full(error) and self._drop_oldest(1):
+            error = self._why_not_put(window)
+        if error is not None:
+            raise error
+
+    def _why_not_put(self, window: Window) -> AiflameError | None:
         try:
-            self._stretch.put(window)
+            self._put(window)
+        except AiflameError as error:
+            return error
+        return None
+
+    def _keep_less(self) -> None:
+        """Removes half of what has been sent: each time that there is no room to name or queue."""
+        self._drop_oldest((len(self._stretches.done(self._current)) + 1) // 2)
+
+    def _drop_oldest(self, most: int) -> int:
+        dropped = self._stretches.drop_oldest(self._current, most)
+        if dropped:
+            self._log.say_seldom(
+                "kept less", "the disk is full: less than `keep` stays on it, for what is new"
+            )
+        return dropped
+
+    @property
+    def _current(self) -> Path | None:
+        """The folder that is written to."""
+        return None if self._stretch is None else self._stretch.folder
+
+    def _put(self, window: Window) -> None:
+        stretch, is_new = self._stretch, self._stretch is None
+        if stretch is None:
+            self._follow_clock()
+            stretch = self._stretches.begin(self._facts, window)
+        try:
+            stretch.put(window)
         except DiskFull:
-            if not self._stretch.windows:  # an empty one is of no use
-                self._stretch.close()
-                self._stretch = None
+            if is_new:  # its name is to be free for the next try
+                stretch.remove()
             raise
+        if is_new:
+            self._stretch = stretch
+            if self._naming is not None:
+                self._naming.tell(stretch=str(stretch.folder))
 
     def _follow_clock(self) -> None:
         """Takes the time of day anew where it was set, or the machine has slept."""
@@ -582,6 +620,8 @@ class _Agent:
             self._left_out_paths.difference_update(report.get("taken_in_paths", ()))
             self._left_out_paths.update(report.get("left_out_paths", ()))
             self._recorder.leave_out(self._left_out_paths)
+        if "no_room" in report:  # for names, and for what is to be sent: more is needed than here
+            self._keep_less()
         if "done" in report:
             held_back = report["losses"].get(LossKind.PODS_NOT_KNOWN.stored_name, 0)
             self._health.unready = words = _words_of_unknown(held_back)
@@ -596,9 +636,9 @@ class _Agent:
     def _tidy(self, *, room_only: bool = False) -> None:
         """Removes what is old, and tries again what could not be before."""
         settings = self._config.agent
-        current = None if self._stretch is None else self._stretch.folder
-        keep_s = 0.0 if room_only else settings.keep
-        unsent = self._stretches.trim(current, time.time_ns(), keep_s, settings.keep_size)
+        unsent = self._stretches.trim(
+            self._current, time.time_ns(), settings.keep, settings.keep_size
+        )
         if unsent and self._naming is not None:
             self._naming.tell(lost=unsent)
         if not room_only:

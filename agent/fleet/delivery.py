@@ -221,7 +221,7 @@ class Delivery:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, requests: Iterable[Request], stretch: str = "") -> None:
+    def put(self, requests: Iterable[Request], stretch: str = "") -> bool:
         """Takes the requests of a stretch, in their order.
 
         Each is on disk when the next is asked for. What finds no room there is dropped and counted.
@@ -230,9 +230,12 @@ class Delivery:
             requests: They. Where one cannot be made, none is queued.
             stretch: Its name: where it is that of the latest, which an agent had queued before it
                 was killed, nothing is done.
+
+        Returns:
+            Whether there was room for all.
         """
         if stretch and stretch == self._queued:
-            return
+            return True
         aside: list[WaitingRequest] = []
         no_room = 0
         try:
@@ -252,6 +255,7 @@ class Delivery:
             self._note_queued(stretch)
         for one in aside:
             self._queue(one)
+        return not no_room
 
     def _written_aside(self, requests: Iterable[Request]) -> Iterator[tuple[WaitingRequest, bool]]:
         """Yields each request, and whether there was room for it."""

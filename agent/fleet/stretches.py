@@ -59,6 +59,11 @@ class Stretch:
         self._segments.put(window)
         self.windows += 1
 
+    def remove(self) -> None:
+        """Removes it: nothing is in it."""
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def close(self) -> None:
         """Closes its file."""
         self._segments.close()
@@ -125,7 +130,7 @@ class Stretches:
         total = sum(sizes.values())
         # Each lasted until the next began.
         following = {one: int(other.name) for one, other in itertools.pairwise(found)}
-        for path in [path for path in found if path != current and is_done(path)]:
+        for path in self.done(current):
             age_ns = now_unix_ns - following.get(path, now_unix_ns)
             is_old = age_ns > keep_s * _NS_PER_S or age_ns < -_AHEAD_NS
             if is_old or total > bytes_max:
@@ -141,6 +146,28 @@ class Stretches:
                     "stretch dropped", f"stretch {path.name} dropped unsent: more than `keep_size`"
                 )
         return unsent
+
+    def done(self, current: Path | None) -> list[Path]:
+        """Returns the folders of those that are done, oldest first.
+
+        Args:
+            current: What is written to, which is not.
+        """
+        return [path for path in self.all() if path != current and is_done(path)]
+
+    def drop_oldest(self, current: Path | None, most: int) -> int:
+        """Removes the oldest that are done, however new they are: there is no room on the disk.
+
+        Args:
+            current: What is written to.
+            most: How many.
+
+        Returns:
+            How many were.
+        """
+        for path in (found := self.done(current)[:most]):
+            shutil.rmtree(path, ignore_errors=True)
+        return sum(not path.exists() for path in found)
 
 
 def folders_of(directory: Path) -> list[Path]:

@@ -257,6 +257,7 @@ class _Worker:
             self._log.say(f"stretch {folder.name} waits for room: {words_of(error)}")
             self._left.append(folder)
             forget_tries(folder)  # which are for what ends this process
+            self._report({"no_room": True})
             return
         self._log.say(f"stretch {folder.name} is lost: {words_of(error)}")
         mark_done(folder)
@@ -355,7 +356,8 @@ class _Worker:
     def _put(self, name: str, encoder: Encoder, stretch: str, summary: Summary) -> None:
         delivery = self._deliveries[name]
         try:
-            delivery.put(encoder.requests(name), stretch)
+            if not delivery.put(encoder.requests(name), stretch):
+                self._report({"no_room": True})
         except ForkEnded:
             raise
         except Exception as error:  # of one sink; the others get theirs

@@ -11,7 +11,6 @@ What a file holds, and whether it is sound, is the business of its reader.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import mmap
 import os
@@ -22,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+from aiflame.agent.limits import DISK_FULL
 from aiflame.agent.outfile import private_directory
 
 # A PyTorch process needs about 300 MB; a few of those, and never a surprising part of a disk.
@@ -152,7 +152,7 @@ class Store:
 
         Where others have filled it, they would have that, too.
         """
-        if self._directory is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if self._directory is not None and error.errno in DISK_FULL:
             with contextlib.suppress(OSError):
                 disk = os.statvfs(self._directory)
                 used_bytes = (disk.f_blocks - disk.f_bfree) * disk.f_frsize

@@ -257,11 +257,11 @@ def test_a_spool_that_fails_costs_no_other_back_end(
 ) -> None:
     put = Delivery.put
 
-    def fails(delivery: Delivery, requests: Iterator[Request], stretch: str = "") -> None:
+    def fails(delivery: Delivery, requests: Iterator[Request], stretch: str = "") -> bool:
         if delivery._folder.name == "a":
             next(requests)
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        put(delivery, requests, stretch)
+        return put(delivery, requests, stretch)
 
     monkeypatch.setattr(Delivery, "put", fails)
     said, states = _sent(stretch, tmp_path, {"a": _Sink(_two), "b": _Sink(_two)}, log)
