@@ -17,6 +17,7 @@ from aiflame.agent.commands import agent_capture
 from aiflame.agent.devices.choice import ChooseFamilies, choose_families
 from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet.config import AgentConfig, all_settings, flag_of, load
+from aiflame.agent.fleet.reloads import ReloadRequests
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.settings import Kind, Refusals
 
@@ -111,6 +112,7 @@ def run(args: argparse.Namespace, choose: ChooseFamilies = choose_families) -> i
         return agent_capture.run(args)
     if args.check_config:
         return _check(load(args.config, flags, os.environ))
+    reloads = ReloadRequests()  # before all that takes time
     from aiflame.agent.fleet.agent import begin_fork_server, run_agent  # not to check
     from aiflame.agent.fleet.log import Log
 
@@ -122,6 +124,7 @@ def run(args: argparse.Namespace, choose: ChooseFamilies = choose_families) -> i
             choose,
             args.command_words,
             Log(),
+            reloads,
         )
 
 

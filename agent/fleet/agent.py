@@ -11,7 +11,6 @@ import fcntl
 import functools
 import os
 import platform
-import signal
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -48,6 +47,7 @@ from aiflame.agent.fleet.naming import PROGRAM as NAMING
 from aiflame.agent.fleet.naming import NamingProcess
 from aiflame.agent.fleet.notify import ServiceManager
 from aiflame.agent.fleet.prepared import PreparedHelpers
+from aiflame.agent.fleet.reloads import ReloadRequests
 from aiflame.agent.fleet.selection import have_containers, known_groups
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.stretches import Stretch, Stretches
@@ -114,25 +114,26 @@ _CLOCK_STEP_NS = _NS_PER_S
 
 
 class AgentSignals(StopSignals):
-    """Signals to an agent: to end, as to a recording; SIGHUP to read its configuration again."""
+    """Signals to an agent: to end, as to a recording; SIGHUP to read its configuration again.
 
-    def __init__(self) -> None:
+    Args:
+        reloads: Takes SIGHUP.
+    """
+
+    def __init__(self, reloads: ReloadRequests) -> None:
         super().__init__()
-        self._is_reload_asked = False
+        self._reloads = reloads
 
     def __enter__(self) -> AgentSignals:
         super().__enter__()
-        self._previous.setdefault(signal.SIGHUP, signal.getsignal(signal.SIGHUP))
-        signal.signal(signal.SIGHUP, self._ask_reload)
         return self
 
-    def _ask_reload(self, _number: int, _frame: FrameType | None) -> None:
-        self._is_reload_asked = True
+    def _hang_up(self, number: int, frame: FrameType | None) -> None:
+        self._reloads.ask(number, frame)
 
     def take_reload_request(self) -> bool:
         """Returns whether a new configuration was asked for since the last call."""
-        asked, self._is_reload_asked = self._is_reload_asked, False
-        return asked
+        return self._reloads.take()
 
 
 class _Lock:
@@ -181,6 +182,7 @@ def run_agent(
     choose: ChooseFamilies,
     command_words: str,
     log: Log,
+    reloads: ReloadRequests,
 ) -> int:
     """Records until a signal; returns the exit code.
 
@@ -191,6 +193,7 @@ def run_agent(
         choose: Which device families `gpu` means.
         command_words: The command line.
         log: Takes a line for each event.
+        reloads: When to read the configuration again.
 
     Raises:
         EnvironmentUnfit: This machine cannot record.
@@ -216,7 +219,7 @@ def run_agent(
         target = target_of_all()
         priority.hurry()
         foundation = parts.enter_context(Foundation(_for_programs(settings, target), server))
-        signals = parts.enter_context(AgentSignals())
+        signals = parts.enter_context(AgentSignals(reloads))
         end_in_time(signals, log)
         cgroups = _cgroups()
         steers = _steers(settings, cgroups)

@@ -49,6 +49,9 @@ class StopSignals:
             self.requested = True
             os.write(self._write_fd, b"!")
 
+    def _hang_up(self, number: int, frame: FrameType | None) -> None:
+        self._handle(number, frame)
+
     def _ask_copy(self, _number: int, _frame: FrameType | None) -> None:
         self._is_copy_asked = True
 
@@ -62,7 +65,8 @@ class StopSignals:
         for number in (*_ASKED, _HUNG_UP):
             is_ignored = signal.getsignal(number) is signal.SIG_IGN
             if not (is_ignored and number in (_HUNG_UP, signal.SIGQUIT)):
-                self._previous[number] = signal.signal(number, self._handle)
+                handle = self._hang_up if number == _HUNG_UP else self._handle
+                self._previous[number] = signal.signal(number, handle)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,9 +13,10 @@ import pytest
 _AGENT = """
 import sys, time
 from aiflame.agent.fleet.agent import AgentSignals
+from aiflame.agent.fleet.reloads import ReloadRequests
 from aiflame.agent.fleet.ending import end_in_time
 from aiflame.agent.fleet.log import Log
-with AgentSignals() as signals:
+with AgentSignals(ReloadRequests()) as signals:
     end_in_time(signals, Log(), end_s=1.0)
     print("ready", flush=True)
     while not signals.requested:

@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import io
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiflame.agent.fleet.agent import _Agent
+from aiflame.agent import cli
+from aiflame.agent.fleet import agent as fleet_agent
+from aiflame.agent.fleet.agent import AgentSignals, _Agent
 from aiflame.agent.fleet.config import AgentConfig, load
 from aiflame.agent.fleet.log import Log
 
@@ -48,3 +53,37 @@ def test_no_error_of_reading_ends_the_agent(tmp_path: Path, error: Exception) ->
         raise error
 
     assert "the configuration stays as it was: " in _reloaded(tmp_path, fail)
+
+
+@pytest.fixture
+def hang_up() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hang_up")
+def test_a_reload_that_is_asked_for_at_the_start_comes_once_it_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[bool] = []
+
+    def start(*arguments: Any) -> int:
+        reloads = arguments[-1]
+        # WHEN it is told to read its configuration again before it records, and as it does
+        for is_late in (False, True):
+            if not is_late:
+                os.kill(os.getpid(), signal.SIGHUP)
+            with AgentSignals(reloads) as signals:
+                if is_late:
+                    os.kill(os.getpid(), signal.SIGHUP)
+                taken.extend(signals.take_reload_request() for _ in range(2))
+                assert not signals.requested
+        os.kill(os.getpid(), signal.SIGHUP)  # nor is it ended as it ends
+        return 0
+
+    monkeypatch.setattr(fleet_agent, "begin_fork_server", lambda: io.BytesIO())
+    monkeypatch.setattr(fleet_agent, "run_agent", start)
+    # THEN it does, once for each, and is not ended.
+    assert cli.main(["agent", "--gpu", "none"]) == 0
+    assert taken == [True, False, True, False]
