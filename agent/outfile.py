@@ -102,6 +102,31 @@ def private_directory(directory: Path) -> Path | None:
     return directory
 
 
+def refuse_shared_directory(directory: Path) -> None:
+    """Refuse what `private_directory` cannot be made of, as far as that is seen; nothing is made.
+
+    Raises:
+        UsageError: A file is in the way, or others may write to the directory.
+    """
+    for each in (directory, *directory.parents):
+        try:
+            facts = each.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            return  # of another user's, who is to make it
+        if not stat.S_ISDIR(facts.st_mode):
+            raise UsageError(f"{directory} cannot be made: {each} is no directory")
+        # Who checks need not be who will use it, but root is.
+        is_others = os.geteuid() == 0 != facts.st_uid
+        if each == directory and (is_others or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+            raise UsageError(
+                f"others may write to {directory}",
+                f"chmod 700 {directory}, and chown it to who uses it; or name another one",
+            )
+        return
+
+
 def public_directory(directory: Path) -> None:
     """Make a directory that all may read, and only this user or root can put files into.
 
@@ -109,23 +134,42 @@ def public_directory(directory: Path) -> None:
         UsageError: Others can, in it or in one above it, or may not read it.
         AiflameError: It cannot be made.
     """
+    refuse_unfit_for_libraries(directory)
     try:
         if not directory.exists():
             directory.mkdir()
             directory.chmod(_INSTALLED_MODE)
-        facts = directory.stat()
+    except OSError as error:
+        raise _cannot_write(directory, error) from error
+    refuse_unfit_for_libraries(directory)  # somebody may have been faster
+
+
+def refuse_unfit_for_libraries(directory: Path) -> None:
+    """Refuse what `public_directory` cannot be made of; nothing is made.
+
+    Raises:
+        UsageError: Others can put files into it or one above it, or may not read it, or the one
+            above is not there.
+        AiflameError: It cannot be looked at.
+    """
+    try:
         above = [parent.stat() for parent in directory.resolve().parents]
+        facts = directory.stat() if directory.exists() else None
+    except (FileNotFoundError, NotADirectoryError) as error:
+        parent = directory.parent
+        raise UsageError(f"no such directory: {parent}", f"mkdir -p {parent}") from error
     except OSError as error:
         raise _cannot_write(directory, error) from error
     others = stat.S_IWGRP | stat.S_IWOTH
     # In a directory like /tmp others can make files, and not replace those of ours.
     is_ours = all(one.st_mode & stat.S_ISVTX or not one.st_mode & others for one in above)
-    is_ours &= {one.st_uid for one in (facts, *above)} <= {0, os.geteuid()}
-    if not is_ours or facts.st_mode & others:
+    own = () if facts is None else (facts,)
+    is_ours &= {one.st_uid for one in (*own, *above)} <= {0, os.geteuid()}
+    if not is_ours or any(one.st_mode & others for one in own):
         raise UsageError(
             f"others than root can put files into {directory}", "name another directory"
         )
-    if facts.st_mode & _READ_BY_ALL != _READ_BY_ALL:
+    if any(one.st_mode & _READ_BY_ALL != _READ_BY_ALL for one in own):
         raise UsageError(f"not everybody may read {directory}", f"chmod 755 {directory}")
 
 

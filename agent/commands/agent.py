@@ -9,16 +9,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from aiflame.agent.commands import agent_capture
 from aiflame.agent.devices.choice import ChooseFamilies, choose_families
-from aiflame.agent.errors import UsageError
+from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.fleet.config import AgentConfig, all_settings, flag_of, load
 from aiflame.agent.fleet.reloads import ReloadRequests
 from aiflame.agent.fleet.sinks import sink_module
+from aiflame.agent.outfile import refuse_shared_directory, refuse_unfit_for_libraries
 from aiflame.agent.settings import Kind, Refusals
 
 NAME = "agent"
@@ -135,6 +137,20 @@ def _check(config: AgentConfig) -> int:
     for name, settings in config.sinks.items():
         with refusals.taken():
             sink_module(name).check(settings)
+    with refusals.taken():
+        _refuse_unfit("directory", config.agent.directory, refuse_shared_directory)
+    if config.agent.gpu_helper_directory is not None:
+        with refusals.taken():
+            helpers = config.agent.gpu_helper_directory
+            _refuse_unfit("gpu_helper_directory", helpers, refuse_unfit_for_libraries)
     refusals.tell()
     sys.stdout.write(config.toml())
     return 0
+
+
+def _refuse_unfit(key: str, directory: Path, refuse: Callable[[Path], None]) -> None:
+    """Refuses a directory with which an agent would not start here."""
+    try:
+        refuse(directory)
+    except AiflameError as error:
+        raise UsageError(f"{key}: {error}", error.hint) from error

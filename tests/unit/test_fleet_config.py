@@ -235,6 +235,34 @@ def test_the_check_prints_what_it_read_and_ends_with_0_or_2(
     assert "stretch" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('directory = "{folder}/file/data"', "directory: {folder}/file/data cannot be made: "),
+        ('directory = "{folder}/open"', "directory: others may write to {folder}/open"),
+        ('gpu_helper_directory = "{folder}/open"', "files into {folder}/open"),
+        ('gpu_helper_directory = "{folder}/a/b"', "no such directory: {folder}/a"),
+        ('gpu_helper_directory = "{folder}/closed"', "not everybody may read {folder}/closed"),
+        ('directory = "{folder}/closed"', ""),
+        ('directory = "{folder}/a/b/c"', ""),
+        ('gpu_helper_directory = "{folder}/helpers"', ""),
+    ],
+)
+def test_the_check_refuses_directories_with_which_no_agent_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    (tmp_path / "file").touch()
+    for name, mode in (("open", 0o777), ("closed", 0o700)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(mode)
+    path = tmp_path / "agent.toml"
+    path.write_text(text.format(folder=tmp_path))
+    before = {*tmp_path.rglob("*")}
+    assert main(["agent", "--config", str(path), "--check-config"]) == (2 if said else 0)
+    assert said.format(folder=tmp_path) in capsys.readouterr().err
+    assert {*tmp_path.rglob("*")} == before  # it only looks
+
+
 def test_what_is_handed_on_is_the_same(tmp_path: Path) -> None:
     text = f'node = "n\\"1"\n[sinks.captures]\ndirectory = "{tmp_path}"\nmax_size = "5GB"\n'
     config = _loaded(tmp_path, text)
