@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiflame.agent.errors import AiflameError, UsageError
+from aiflame.agent.fleet.capture_left import discard_left
 from aiflame.agent.fleet.capture_processes import CaptureProcesses
 from aiflame.agent.fleet.capture_request import (
     MAX_REQUEST_BYTES,
@@ -45,6 +46,7 @@ _LOOK_S = 0.5
 _GRACE_S = 600.0
 # From SIGTERM to SIGKILL, of the 10 s that an agent has to end.
 _ENDING_S = 1.0
+_GROUP_LOOK_S = 0.02
 # struct ucred, unix(7): pid, uid, gid.
 _UCRED = struct.Struct("iII")
 
@@ -118,6 +120,7 @@ class CaptureServer:
             self._end(running)
 
     def _run(self) -> None:
+        discard_left(self._config.agent.directory)  # of an agent that was killed
         while not self._is_closed:
             self._reap()
             try:
@@ -150,6 +153,9 @@ class CaptureServer:
         if took_s is None:
             return
         # By itself it ends otherwise.
+        if running.process.returncode < 0:  # it has removed nothing, and what it has begun goes on
+            _kill_group(running.process.pid)
+            discard_left(self._config.agent.directory)
         is_killed = running.process.returncode == -signal.SIGKILL and not is_told_to_end
         how = "killed, as where memory runs out" if is_killed else "over"
         self._log.say(f"capture of {running.words}: {how}; it took {took_s:.1f} s of CPU time")
@@ -274,6 +280,15 @@ class CaptureEndpoint:
         """Ends it, and the capture that is being made."""
         if self._server is not None:
             self._server.close()
+
+
+def _kill_group(group: int) -> None:
+    """Kills a process group, and waits until it has ended: it has locks until then."""
+    until_s = time.monotonic() + _ENDING_S
+    with suppress(ProcessLookupError):
+        while time.monotonic() < until_s:
+            os.killpg(group, signal.SIGKILL)
+            time.sleep(_GROUP_LOOK_S)
 
 
 def _started(connection: socket.socket, job: Mapping[str, Any]) -> subprocess.Popen[bytes]:

@@ -29,11 +29,11 @@ from typing import NoReturn
 from aiflame.agent.allocator import map_large_blocks
 from aiflame.agent.capture.schema import FACT_PREFIX
 from aiflame.agent.capture.segment import BadSegment
-from aiflame.agent.capture.workspace import discard_below
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.devices.choice import NONE
 from aiflame.agent.errors import AiflameError, DiskFull, EnvironmentUnfit
 from aiflame.agent.fleet.capture_choice import Choice, choose, directory_of, live_processes
+from aiflame.agent.fleet.capture_left import FOLDER, discard_left, discard_recordings
 from aiflame.agent.fleet.capture_request import CaptureRequest, done, refusal, say
 from aiflame.agent.fleet.config import AgentSettings, config_of
 from aiflame.agent.fleet.flight_recorder import FlightRecorder, SeenProcesses
@@ -49,7 +49,6 @@ from aiflame.agent.outfile import private_directory
 from aiflame.agent.sinks.rebuilt import capture_of_windows
 from aiflame.agent.symbols.frames import clean_name
 
-_FOLDER = "capture"
 _DATABASE = "capture.aiflame"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Where memory runs out, of a pod for instance, this is what goes, and not the agent
@@ -270,27 +269,15 @@ def _own_folder(parent: Path) -> Iterator[Path]:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this is the end
         shutil.rmtree(folder, ignore_errors=True)
-        _discard_recordings(folder)
-
-
-def _discard_recordings(folder: Path) -> None:
-    """Removes what is left of recordings for a folder that were killed, as where memory runs out.
-
-    It lies where all recordings do, to be recovered; nobody asks for these, and they have no folder
-    to go to any more.
-    """
-    with contextlib.suppress(OSError):
-        discard_below(folder)
+        discard_recordings(folder)
 
 
 def _serve(client: socket.socket, settings: AgentSettings, request: CaptureRequest) -> None:
     """Makes a capture, and sends it or why there is none."""
-    own = private_directory(settings.directory / _FOLDER)
+    own = private_directory(settings.directory / FOLDER)
     if own is None:
-        raise AiflameError(f"{settings.directory / _FOLDER} cannot be made")
-    for left in own.iterdir():  # of one that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    _discard_recordings(own)
+        raise AiflameError(f"{settings.directory / FOLDER} cannot be made")
+    discard_left(settings.directory)
     # Larger files cannot be written by this process and those that it starts, but for parsers of
     # symbols, which have limits of their own.
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -292,6 +292,25 @@ def test_one_that_is_killed_is_told_of(
         assert log.read_text().count("killed") == 1
 
 
+def test_what_one_leaves_that_is_killed_is_removed(
+    config: AgentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture_server, "COMMAND", (sys.executable, "-c", _WORKER))
+    # GIVEN what one has left that was killed with its agent
+    left = config.agent.directory / "capture" / "tmpabcd"
+    left.mkdir(parents=True)
+    (left / "capture.aiflame").write_bytes(bytes(1000))
+    # WHEN the agent is started THEN it is gone,
+    with closing(CaptureServer(config, Log(), CaptureProcesses())), _client(config) as client:
+        wait_until(lambda: not left.exists(), _PATIENCE_S)
+        # AND so is what one leaves that is killed beside it, with no other being asked for.
+        client.send(_REQUEST.message())
+        pid = int(json.loads(client.recv(1 << 16))["say"])
+        left.mkdir()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not left.exists(), _PATIENCE_S)
+
+
 def test_it_ends_with_the_agent(
     config: AgentConfig, monkeypatch: pytest.MonkeyPatch, server: CaptureServer
 ) -> None:
