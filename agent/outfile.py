@@ -63,6 +63,9 @@ _READ_BY_ALL = 0o555
 
 _COPY_BYTES = 1 << 20
 
+# Of a temporary name.
+_RANDOM_BYTES = 4
+
 
 class Owner(NamedTuple):
     """Whose a file is to be."""
@@ -285,6 +288,15 @@ def write_output(
         raise _cannot_write(path, error) from error
 
 
+def unfinished_outputs(name: str) -> re.Pattern[str]:
+    """Returns a pattern of what `write_output` leaves where it is killed.
+
+    Args:
+        name: A pattern of the outputs' names, of which none is nearly as long as names can be.
+    """
+    return re.compile(rf"\.{name}\.[0-9a-f]{{{2 * _RANDOM_BYTES}}}\.tmp")
+
+
 def make_folder(path: Path) -> None:
     """Make a folder for output files if there is none, owned by the user who typed sudo.
 
@@ -454,7 +466,7 @@ def _write_special(special: int, path: Path, content: bytes | BinaryIO) -> None:
 def _temporary(folder: int, name: str, mode: int) -> Iterator[tuple[str, BinaryIO]]:
     """Yields a new file and its name; the name is free again afterwards."""
     # Nobody can take a name beforehand that nobody can know.
-    suffix = f".{secrets.token_hex(4)}.tmp"
+    suffix = f".{secrets.token_hex(_RANDOM_BYTES)}.tmp"
     room = _NAME_MAX_BYTES - len(suffix) - 1
     temporary = f".{os.fsdecode(os.fsencode(name)[:room])}{suffix}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -15,14 +15,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from aiflame.agent.errors import UsageError
-from aiflame.agent.outfile import write_output
+from aiflame.agent.errors import AiflameError, UsageError
+from aiflame.agent.limits import is_disk_full
+from aiflame.agent.outfile import unfinished_outputs, write_output
 from aiflame.agent.settings import Kind, setting
 
 _NS_PER_S = 1_000_000_000
 # When it began (UTC), and then the milliseconds, so that names sort by time.
 _TIME = "%Y%m%dT%H%M%S"
 _ENDING = ".aiflame"
+# One that is written takes seconds, on a slow file system minutes; an older one was killed with.
+_UNFINISHED_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,9 @@ class CaptureFiles:
         self._settings = settings
         node = re.sub(r"[^A-Za-z0-9._-]", "_", node)
         self._prefix = f"aiflame-{node}-"
-        self._ours = re.compile(re.escape(self._prefix) + r"\d{8}T\d{6}\.\d{3}Z" + _ENDING)
+        name = re.escape(self._prefix) + r"\d{8}T\d{6}\.\d{3}Z" + re.escape(_ENDING)
+        self._ours = re.compile(name)
+        self._unfinished = unfinished_outputs(name)
 
     def put(self, capture: Path, begin_unix_ns: int) -> Path:
         """Copies a capture into the directory, and removes what is too much.
@@ -79,28 +84,57 @@ class CaptureFiles:
         path = self._settings.directory / f"{self._prefix}{when}{_ENDING}"
         with suppress(OSError):  # it is there, or writing says why it cannot be
             self._settings.directory.mkdir(mode=0o700)
-        self._make_room(capture.stat().st_size)
-        with capture.open("rb") as file:
-            # The same stretch may be written again after a crash.
-            write_output(path, file, force=True, is_named=False, is_private=True)
-        return path
+        left = self._make_room(capture.stat().st_size)
+        while True:
+            error = self._why_not_copied(capture, path)
+            if error is None:
+                return path
+            # The newest is wanted, also where the disk has less room than `max_size` says.
+            if not (is_disk_full(error) and left and self._remove(left.pop(0))):
+                raise error
 
-    def _make_room(self, size_bytes: int) -> None:
-        """Removes what is too old, and the oldest until there is room for a new one."""
+    def _why_not_copied(self, capture: Path, path: Path) -> AiflameError | None:
+        try:
+            with capture.open("rb") as file:
+                # The same stretch may be written again after a crash.
+                write_output(path, file, force=True, is_named=False, is_private=True)
+        except AiflameError as error:
+            return error
+        return None
+
+    def _make_room(self, size_bytes: int) -> list[str]:
+        """Removes what is too old, and the oldest until there is room for a new one.
+
+        Returns:
+            The names of those that stay, the oldest first.
+        """
         found = []
+        unfinished_s = time.time() - _UNFINISHED_S
         with suppress(OSError), os.scandir(self._settings.directory) as entries:
             for entry in entries:
-                if self._ours.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                    facts = entry.stat(follow_symlinks=False)
+                if not entry.is_file(follow_symlinks=False):
+                    continue
+                facts = entry.stat(follow_symlinks=False)
+                if self._ours.fullmatch(entry.name):
                     found.append((entry.name, facts.st_size, facts.st_mtime))
+                elif self._unfinished.fullmatch(entry.name) and facts.st_mtime < unfinished_s:
+                    self._remove(entry.name)
         room = self._settings.max_size - size_bytes - sum(size for _, size, _ in found)
         oldest_s = time.time() - self._settings.max_age
+        left = []
         for name, size, modified_s in sorted(found):
-            if room >= 0 and modified_s >= oldest_s:
-                continue
-            with suppress(OSError):
-                (self._settings.directory / name).unlink()
+            if (room >= 0 and modified_s >= oldest_s) or not self._remove(name):
+                left.append(name)
+            else:
                 room += size
+        return left
+
+    def _remove(self, name: str) -> bool:
+        try:
+            (self._settings.directory / name).unlink()
+        except OSError:
+            return False
+        return True
 
 
 def check(settings: Settings) -> None:

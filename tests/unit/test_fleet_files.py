@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import tomllib
-from aiflame.agent.errors import EnvironmentUnfit, UsageError
+from aiflame.agent import outfile
+from aiflame.agent.errors import AiflameError, EnvironmentUnfit, UsageError
 from aiflame.agent.fleet import naming
 from aiflame.agent.fleet.config import AgentSettings
 from aiflame.agent.fleet.log import Log
@@ -124,6 +127,73 @@ def _capture(tmp_path: Path, size_bytes: int = 1000) -> Path:
     path = tmp_path / "capture.aiflame"
     path.write_bytes(bytes(size_bytes))
     return path
+
+
+def test_on_a_full_disk_the_newest_captures_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a disk with room for three, less than is allowed
+    folder = tmp_path / "captures"
+    sink = _sink(folder, max_size=10**6)
+    fill = outfile._fill
+
+    def limited(file: BinaryIO, content: bytes | BinaryIO) -> None:
+        if sum(path.stat().st_size for path in folder.iterdir()) + 1000 > 3500:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fill(file, content)
+
+    monkeypatch.setattr(outfile, "_fill", limited)
+    # WHEN five come THEN the last three are there.
+    paths = [sink.put(_capture(tmp_path), _NOW_NS + number * _S) for number in range(5)]
+    assert sorted(folder.iterdir()) == paths[2:]
+    # AND where others have all the room, that is said, in the end.
+    (folder / "of-others").write_bytes(bytes(5000))
+    with pytest.raises(AiflameError, match="no space left"):
+        sink.put(_capture(tmp_path), _NOW_NS + 9 * _S)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])
+def test_captures_stay_where_their_end_would_make_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    sink = _sink(tmp_path / "captures")
+    kept = sink.put(_capture(tmp_path), _NOW_NS)
+
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(outfile, "_fill", fails)
+    with pytest.raises(AiflameError):
+        sink.put(_capture(tmp_path), _NOW_NS + _S)
+    assert kept.exists()
+
+
+def test_what_a_killed_agent_was_writing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN what is left of captures that were being written as their agents were killed
+    folder = tmp_path / "captures"
+    sink, others = _sink(folder), captures.make(captures.Settings(folder), "other")
+    with monkeypatch.context() as killed:
+        killed.setattr(os, "rename", _be_killed)
+        killed.setattr(os, "unlink", lambda *_, **__: None)
+        for each in (sink, others):
+            with pytest.raises(KeyboardInterrupt):
+                each.put(_capture(tmp_path), _NOW_NS)
+    left = {path.name.split("-")[1]: path for path in folder.iterdir()}
+    assert len(left) == 2
+    # WHEN one comes a moment later THEN they may be another process's, which is writing them
+    sink.put(_capture(tmp_path), _NOW_NS + _S)
+    assert all(path.exists() for path in left.values())
+    # AND later that of this host is gone.
+    for path in left.values():
+        os.utime(path, (0, 0))
+    sink.put(_capture(tmp_path), _NOW_NS + 2 * _S)
+    assert not left["n_1"].exists() and left["other"].exists()
+
+
+def _be_killed(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_captures_are_whole_private_and_the_newest(tmp_path: Path) -> None:
