@@ -120,13 +120,15 @@ def kernels(engine: Engine, selector: Selector, limit: int) -> Table:
     """Returns the kernels with most samples, else most time, and what they waited for."""
     where, values = _of_devices(selector)
     rows = engine.query(
-        "SELECT kernel, anyIf(model, model != '') AS device, max(nodes) AS hosts, sum(n) AS total,"
+        "SELECT kernel, arraySort(groupUniqArrayArray(models)) AS devices,"
+        " uniqExactMerge(nodes) AS hosts, sum(n) AS total,"
         " sum(st) AS stalled, sum(l) AS launched, sum(b) AS busy,"
         f" arraySlice(arrayReverseSort(groupArrayIf((st, reason), st > 0)), 1, {_NAMED}) AS why,"
         " count() OVER () AS all"
-        " FROM (SELECT kernel, model, reason, uniqExact(node) AS nodes, sum(samples) AS n,"
+        " FROM (SELECT kernel, reason, groupUniqArrayIf(model, model != '') AS models,"
+        " uniqExactState(node) AS nodes, sum(samples) AS n,"
         " sum(stalled) AS st, sum(launches) AS l, sum(busy_ns) AS b"
-        f" FROM gpu WHERE {where} GROUP BY kernel, model, reason) AS g"
+        f" FROM gpu WHERE {where} GROUP BY kernel, reason) AS g"
         " GROUP BY kernel ORDER BY total DESC, busy DESC, launched DESC, kernel"
         " LIMIT {limit:UInt64}",
         {**values, "limit": limit},
@@ -139,12 +141,12 @@ def kernels(engine: Engine, selector: Selector, limit: int) -> Table:
             (
                 *(f"{int(n):,}", percent(int(stalled), int(n)) if int(n) else "-"),
                 *(f"{int(launched):,}", _measured_ms(int(busy)), f"{int(hosts):,}"),
-                *(_short(kernel), showable(device) if device else ""),
+                *(_short(kernel), _devices(devices)),
                 ", ".join(
                     f"{showable(reason)} {percent(int(part), int(stalled))}" for part, reason in why
                 ),
             )
-            for kernel, device, hosts, n, stalled, launched, busy, why, _ in rows
+            for kernel, devices, hosts, n, stalled, launched, busy, why, _ in rows
         ),
         _more(rows, 8),
     )
@@ -307,6 +309,12 @@ def _short(kernel: str) -> str:
     """Returns a GPU kernel's name as its programmer wrote it."""
     (name,) = kernel_names([Kernel(0, "", kernel, "")])
     return showable(name.short)
+
+
+def _devices(models: list[str]) -> str:
+    """Returns the models of devices that a GPU kernel ran on, as many as a line has room for."""
+    more = [f"{len(models) - _NAMED:,} more"] if len(models) > _NAMED else []
+    return ", ".join([*map(showable, models[:_NAMED]), *more])
 
 
 def _more(rows: list[list[Any]], column: int) -> int:

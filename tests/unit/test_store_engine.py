@@ -594,6 +594,24 @@ def test_tables_of_devices(store: DirectoryEngine) -> None:
     assert stalled["[no Python]"] == 200
 
 
+def test_a_kernel_on_devices_of_several_models_is_one(store: DirectoryEngine) -> None:
+    # GIVEN a kernel on devices of two models, each on a host of its own, whose launches nobody saw
+    profile = small_timed_profile()
+    gpu = replace(profile.gpu, calls=profile.gpu.calls[:0])
+    for minute, model in enumerate(("Test 100", "Test 200")):
+        devices = tuple(replace(device, name=model) for device in gpu.devices)
+        of_model = replace(profile, gpu=replace(gpu, devices=devices))
+        _add(store, of_model, minute, node=f"n{minute}")
+    # THEN it ran on two hosts and both models, and each reason is there once
+    kernels = questions.kernels(store, _ALL, 1)
+    assert kernels.rows == (
+        (
+            *("1,600", "85.0 %", "0", "40.00", "2", "matmul", "Test 100, Test 200"),
+            "long_scoreboard 58.8 %, barrier 29.4 %, math_pipe_throttle 11.8 %",
+        ),
+    )
+
+
 def test_time_of_devices_that_tell_none_is_not_zero(store: DirectoryEngine) -> None:
     _add(store, small_device_profile())
     kernels = questions.kernels(store, _ALL, 9)
