@@ -7,12 +7,12 @@ from typing import Any
 
 from aiflame.agent.model.gpu import Kernel
 from aiflame.agent.model.profile import SampleClass
-from aiflame.agent.reports import own_code
 from aiflame.agent.reports.kernel_names import kernel_names
 from aiflame.agent.reports.table import Table, ms, percent
 from aiflame.agent.reports.words import duration, showable
 from aiflame.agent.store.engine import Engine
-from aiflame.agent.store.selector import AGENT_LABELS, UNKNOWN_STACK, Selector, moment_cell
+from aiflame.agent.store.selector import AGENT_LABELS, Selector, moment_cell
+from aiflame.agent.store.shown_frames import PARAMETERS, SHOWN, STACKS, WAITED_IN
 
 _S_PER_HOUR = 3_600
 
@@ -24,34 +24,8 @@ _NAMED = 3
 
 CLASSES = tuple(klass.name.lower() for klass in SampleClass)
 
-# The frames of a stack that a reader looks for, leaf first.
-_SHOWN = (
-    "if(has_frames, arrayFilter(p -> p.2 != 'interpreter', arrayZip(frames, kinds, modules,"
-    f" files)), [('{UNKNOWN_STACK}', 'marker', '', '')])"
-)
-
-# Of a file of a Python function: whether it is of Python's own library.
-_IS_STANDARD = "(match({0}, {{standard:String}}) AND NOT match({0}, {{packages:String}}))"
-
-# Which of `shown` a wait is charged to: the innermost that is neither the kernel's, libc's nor the
-# interpreter's, else the innermost of Python, else that is not the kernel's, else that is not the
-# scheduler's.
-_WAITED_IN = (
-    "arrayFirst(at -> at > 0, ["
-    "arrayFirstIndex(p -> multiIf(p.2 = 'kernel', 0, p.2 = 'native',"
-    " NOT match(p.3, {waiting:String}), p.2 = 'python', NOT "
-    + _IS_STANDARD.format("p.4")
-    + ", 1), shown), arrayFirstIndex(p -> p.2 = 'python', shown),"
-    " arrayFirstIndex(p -> p.2 != 'kernel', shown),"
-    " arrayFirstIndex(p -> NOT match(p.1, {scheduler:String}), shown), 1])"
-)
-_OWN_CODE = {
-    "waiting": own_code.WAITING_MODULE,
-    "standard": own_code.STANDARD_LIBRARY,
-    "packages": own_code.PACKAGES,
-    "scheduler": own_code.SCHEDULER,
-    "entry": own_code.ENTRY_POINT,
-}
+# What of a frame tells functions apart in a table of them.
+_FUNCTION = "(p.1, p.2, if(p.2 = 'python', p.4, ''))"
 
 
 def top(engine: Engine, selector: Selector, limit: int, *, is_raw: bool = False) -> Table:
@@ -72,20 +46,20 @@ def top(engine: Engine, selector: Selector, limit: int, *, is_raw: bool = False)
     has_waits = not is_raw and selector.classes != ("on_cpu",)
     rows = engine.query(
         f"WITH s AS ({summed})"
-        " SELECT fn.1 AS name, any(if(found.3 != '', found.3, found.4)) AS place,"
+        # A name is one function in whichever binary, since versions lie in other places, but
+        # another one in each file of Python.
+        " SELECT fn.1 AS name, min(place) AS first, uniqExact(place) AS places,"
         " sumIf(v, leaf) AS self, sum(v) AS total, count() OVER () AS functions"
-        " FROM (SELECT v, shown, arrayJoin(arrayDistinct(arrayMap(p -> (p.1, p.2), shown))) AS fn,"
-        " fn = (shown[innermost].1, shown[innermost].2) AS leaf,"
-        " arrayFirst(p -> (p.1, p.2) = fn, shown) AS found FROM"
+        f" FROM (SELECT v, arrayJoin(arrayDistinct(arrayMap(p -> {_FUNCTION}, shown))) AS fn,"
+        f" fn = arrayMap(p -> {_FUNCTION}, [shown[innermost]])[1] AS leaf,"
+        f" arrayFirst(p -> {_FUNCTION} = fn, shown) AS found,"
+        " if(found.3 != '', found.3, found.4) AS place FROM"
         # Before a row becomes one for each function: it is looked for once in a stack.
-        f" (SELECT v, {_SHOWN} AS shown,"
-        f" {f'if(waits, {_WAITED_IN}, 1)' if has_waits else '1'} AS innermost FROM s LEFT JOIN"
-        " (SELECT stack_id, true AS has_frames, any(frames) AS frames, any(kinds) AS kinds,"
-        " any(modules) AS modules, any(files) AS files FROM stacks"
-        " WHERE stack_id IN (SELECT stack_id FROM s) GROUP BY stack_id) AS d USING stack_id)"
-        " AS j) AS f"
+        f" (SELECT v, {SHOWN} AS shown,"
+        f" {f'if(waits, {WAITED_IN}, 1)' if has_waits else '1'} AS innermost FROM s LEFT JOIN"
+        f" ({STACKS}) AS d USING stack_id) AS j) AS f"
         " GROUP BY fn ORDER BY self DESC, total DESC, name LIMIT {limit:UInt64}",
-        {**values, **_OWN_CODE, "limit": limit},
+        {**values, **PARAMETERS, "limit": limit},
     ).rows
     whole = int(whole)
     classes = " and ".join(c.replace("_", " ") for c in selector.classes) or "all classes"
@@ -99,11 +73,11 @@ def top(engine: Engine, selector: Selector, limit: int, *, is_raw: bool = False)
             (
                 *(ms(int(own)), percent(int(own), whole)),
                 *(ms(int(total)), percent(int(total), whole)),
-                *(showable(name), showable(place) if place else ""),
+                *(showable(name), _places(str(place), int(places))),
             )
-            for name, place, own, total, _ in rows
+            for name, place, places, own, total, _ in rows
         ),
-        _more(rows, 4),
+        _more(rows, 5),
     )
 
 
@@ -241,7 +215,7 @@ def stalls_by_line(
         " any(lines) AS lines FROM stacks WHERE stack_id IN (SELECT stack_id FROM s)"
         " GROUP BY stack_id) AS d USING stack_id) AS j) AS f"
         " GROUP BY line ORDER BY stalled DESC, line LIMIT {limit:UInt64}",
-        {**values, **_OWN_CODE, "limit": limit},
+        {**values, **PARAMETERS, "limit": limit},
     ).rows
     return Table(
         "Python lines by what they launched",
@@ -315,6 +289,12 @@ def _devices(models: list[str]) -> str:
     """Returns the models of devices that a GPU kernel ran on, as many as a line has room for."""
     more = [f"{len(models) - _NAMED:,} more"] if len(models) > _NAMED else []
     return ", ".join([*map(showable, models[:_NAMED]), *more])
+
+
+def _places(first: str, count: int) -> str:
+    """Returns where a function is, of so many binaries or files."""
+    more = f" and {count - 1:,} more" if count > 1 else ""
+    return f"{showable(first)}{more}" if first or more else ""
 
 
 def _more(rows: list[list[Any]], column: int) -> int:

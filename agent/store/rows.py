@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -202,13 +202,9 @@ class _StackRows:
         stacks = self._profile.stacks
         begin, end = (int(offset) for offset in stacks.offsets[stack : stack + 2])
         frames = stacks.frames[begin:end][::-1].tolist()
-        ending = StopReason(int(stacks.ends[stack])).name.lower()
-        gil = GilState(int(stacks.gil[stack])).name.lower()
-        known = hashlib.blake2b(_joined(ending, gil), digest_size=8)
-        for frame in frames:
-            known.update(self._digest(frame))
-        # 0 says that there is none.
-        stack_id = int.from_bytes(known.digest(), "little") or 1
+        end, state = StopReason(int(stacks.ends[stack])), GilState(int(stacks.gil[stack]))
+        ending, gil = end.name.lower(), state.name.lower()
+        stack_id = stack_id_of(end, state, map(self._digest, frames))
         if stack_id not in self._into:
             parts = [self._function(frame) for frame in frames]
             self._into[stack_id] = {
@@ -250,6 +246,15 @@ class _StackRows:
             known = hashlib.blake2b(text, digest_size=16).digest()
             self._digests[frame] = known
         return known
+
+
+def stack_id_of(end: StopReason, gil: GilState, frames: Iterable[bytes] = ()) -> int:
+    """Returns the id of a stack: how it ended, its state, and digests of its frames, leaf first."""
+    known = hashlib.blake2b(_joined(end.name.lower(), gil.name.lower()), digest_size=8)
+    for frame in frames:
+        known.update(frame)
+    # 0 says that there is none.
+    return int.from_bytes(known.digest(), "little") or 1
 
 
 def _joined(*parts: str) -> bytes:

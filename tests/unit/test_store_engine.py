@@ -27,6 +27,7 @@ from aiflame.agent.model.profile import (
     Function,
     Profile,
     SampleClass,
+    StopReason,
 )
 from aiflame.agent.reports import FORMATS, ReportOptions, View
 from aiflame.agent.reports.base import Leaf
@@ -463,6 +464,48 @@ def test_a_table_of_functions(store: DirectoryEngine) -> None:
     # and sums by hour, which whole hours are asked of, give the same
     hour = Selector(_BEGIN_S // 3600 * 3600, _BEGIN_S // 3600 * 3600 + 7200, {}, ("on_cpu",))
     assert questions.top(store, hour, 3).rows == table.rows
+
+
+def test_functions_of_one_name_are_told_apart_by_file(store: DirectoryEngine) -> None:
+    # GIVEN methods of one name in two files of Python, and a C function in two binaries
+    _add(
+        store,
+        literal_profile(
+            Sample("main;[p]forward@/app/a.py:3", 40 * MS, count=4),
+            Sample("main;[p]forward@/app/b.py:3", 30 * MS, count=3),
+        ),
+    )
+    elsewhere = literal_profile(Sample("main", 30 * MS, count=3))
+    _add(store, replace(elsewhere, binaries=(Binary("/srv/server", ""),)), 1)
+    # THEN the methods are two rows, and the C function is one, which says where else it is
+    table = questions.top(store, _ALL, 9)
+    assert [(row[0], row[2], *row[4:]) for row in table.rows] == [
+        ("40.00", "40.00", "forward", "/app/a.py"),
+        ("30.00", "100.00", "main", "/opt/server and 1 more"),
+        ("30.00", "30.00", "forward", "/app/b.py"),
+    ]
+
+
+def test_time_without_a_stack_is_in_the_table(store: DirectoryEngine) -> None:
+    # GIVEN time of which an agent has lost the stack, or has taken none
+    blocked = SampleClass.BLOCKED
+    lost, not_sampled = StopReason.LOST, StopReason.NOT_SAMPLED
+    _add(
+        store,
+        literal_profile(
+            Sample("main;wait", 10 * MS, blocked, count=1),
+            Sample("", 60 * MS, blocked, count=6, end=lost),
+            Sample("", 30 * MS, blocked, count=3, end=not_sampled),
+        ),
+    )
+    # THEN rows add up to the whole, under the names that a flame graph has for it
+    for is_raw in (True, False):
+        table = questions.top(store, _ALL, 9, is_raw=is_raw)
+        assert [(row[0], row[1], row[4]) for row in table.rows[:3]] == [
+            ("60.00", "60.0 %", lost.marker),
+            ("30.00", "30.0 %", not_sampled.marker),
+            ("10.00", "10.0 %", "wait"),
+        ]
 
 
 def _waiting(*frames: tuple[str, FrameKind, str]) -> Profile:
