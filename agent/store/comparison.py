@@ -17,9 +17,10 @@ from aiflame.agent.reports.change import (
     refuse_too_few,
     whose_time,
 )
-from aiflame.agent.reports.table import Table
+from aiflame.agent.reports.table import Table, percent
 from aiflame.agent.store.engine import Engine, Parameter
-from aiflame.agent.store.selector import UNKNOWN_STACK, Selector, nothing_there
+from aiflame.agent.store.selector import Selector, nothing_there
+from aiflame.agent.store.shown_frames import LOST_STACKS, PARAMETERS, SHOWN, STACKS, WAITED_IN
 
 # Variances are of so many groups of (host, window): enough for t to be near the normal
 # distribution, few enough to be fetched for hundreds of functions.
@@ -44,6 +45,7 @@ class Comparison:
         samples: Of each side.
         hosts: Of each side.
         considered: How many functions could have been told apart.
+        lost: Part of each side's time whose stack was lost, 0 to 1: it is in no share.
         is_by_host: Chance is that of hosts; else that of minutes only, whatever hosts are like.
     """
 
@@ -51,6 +53,7 @@ class Comparison:
     samples: tuple[int, int]
     hosts: tuple[int, int]
     considered: int
+    lost: tuple[float, float]
     is_by_host: bool
 
     def table(self, limit: int, words: tuple[str, str], time_words: str, is_self: bool) -> Table:
@@ -62,12 +65,13 @@ class Comparison:
             )
         )
         chance = "hosts" if self.is_by_host else "windows of time (hosts are too few)"
+        lost = f"; without time whose stack was lost, {lost_words(self.lost)}"
         return changes_table(
             self.functions,
             limit,
             f"shares of a side's {time_words}, {whose_time(is_self=is_self)}; 90 % sure: the"
             f" difference is between low and high, for all {self.considered:,} functions at once,"
-            f" as far as {chance} differ by chance. {sides}",
+            f" as far as {chance} differ by chance{lost if any(self.lost) else ''}. {sides}",
         )
 
 
@@ -89,8 +93,8 @@ def compare(
     """
     sides = _Sides(engine, base, new)
     totals = sides.totals()
-    if not all(total.value for total in totals):
-        raise nothing_there(engine, base if not totals[0].value else new)
+    if not all(total.whole for total in totals):
+        raise nothing_there(engine, base if not totals[0].whole else new)
     by_host = min(total.hosts for total in totals) >= _HOSTS_FOR_GROUPS
     whole = sides.wholes(by_host)
     samples = (totals[0].events, totals[1].events)
@@ -112,7 +116,14 @@ def compare(
         before, after = (Side(values[i], whole[i], samples[i]) for i in range(2))
         found.append(Compared(str(name), change(before, after, considered)))
     hosts = (totals[0].hosts, totals[1].hosts)
-    return Comparison(by_difference(found), samples, hosts, considered, by_host)
+    lost = (totals[0].lost, totals[1].lost)
+    return Comparison(by_difference(found), samples, hosts, considered, lost, by_host)
+
+
+def lost_words(lost: tuple[float, float]) -> str:
+    """Returns how much of each side's time has no stack, 0 to 1."""
+    base, new = (percent(round(part * 10**6), 10**6) for part in lost)
+    return f"{base} of base and {new} of new"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +135,14 @@ class SidesOfStacks:
         left_out: How many lighter stacks are not there.
         left_out_ns: Their time, of base and of new.
         left_out_samples: Their samples.
+        lost: As in `Comparison`.
     """
 
     rows: list[tuple[int, ...]]
     left_out: int
     left_out_ns: tuple[int, int]
     left_out_samples: tuple[int, int]
+    lost: tuple[float, float]
 
 
 def sides_of_stacks(engine: Engine, base: Selector, new: Selector, most: int) -> SidesOfStacks:
@@ -140,7 +153,13 @@ def sides_of_stacks(engine: Engine, base: Selector, new: Selector, most: int) ->
     base_ns, new_ns = (totals[side].value - sum(row[1 + side] for row in found) for side in (0, 1))
     base_n, new_n = (totals[side].events - sum(row[3 + side] for row in found) for side in (0, 1))
     left_out = found[0][5] - len(found) if found else 0
-    return SidesOfStacks([row[:5] for row in found], left_out, (base_ns, new_ns), (base_n, new_n))
+    return SidesOfStacks(
+        rows=[row[:5] for row in found],
+        left_out=left_out,
+        left_out_ns=(base_ns, new_ns),
+        left_out_samples=(base_n, new_n),
+        lost=(totals[0].lost, totals[1].lost),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +168,12 @@ class _Total:
     events: int
     hosts: int
     windows: int  # of hosts
+    whole: int  # value, with that of stacks that were lost
+
+    @property
+    def lost(self) -> float:
+        """Part of the time whose stack was lost, 0 to 1."""
+        return 1 - self.value / self.whole if self.whole else 0.0
 
     def groups(self, by_host: bool) -> int:
         """Returns of how many variances are told."""
@@ -156,19 +181,31 @@ class _Total:
 
 
 class _Sides:
-    """Asks about both sides."""
+    """Asks about both sides.
+
+    An agent that is over its budget, or a full table, loses stacks for a while and keeps their
+    time. That time is of unknown functions: counted in, all shares would fall by it, and rise
+    once it is over, while the program does the same. So shares are of what has a stack.
+    """
 
     def __init__(self, engine: Engine, base: Selector, new: Selector) -> None:
         self._engine = engine
-        self._wheres = [s.where(name) for s, name in zip((base, new), _SIDES, strict=True)]
+        self._is_waits = new.classes != ("on_cpu",)
+        self._whole = [s.where(name) for s, name in zip((base, new), _SIDES, strict=True)]
+        lost: dict[str, Parameter] = {"lost": LOST_STACKS}
+        self._wheres = [
+            (f"{where} AND NOT ({_IS_LOST})", {**values, **lost}) for where, values in self._whole
+        ]
 
     def totals(self) -> list[_Total]:
         found = []
-        for where, values in self._wheres:
+        for where, values in self._whole:
             (row,) = self._engine.query(
-                "SELECT sum(value), sum(events), uniqExact(node), uniqExact(node, t)"
-                f" FROM samples WHERE {where}",
-                values,
+                "SELECT sumIf(value, known), sumIf(events, known), uniqExactIf(node, known),"
+                " uniqExactIf((node, t), known), sum(value)"
+                f" FROM (SELECT value, events, node, t, NOT ({_IS_LOST}) AS known"
+                f" FROM samples WHERE {where}) AS r",
+                {**values, "lost": LOST_STACKS},
             ).rows
             found.append(_Total(*map(int, row)))
         return found
@@ -195,12 +232,12 @@ class _Sides:
             f" FROM ({union}) AS u GROUP BY stack_id)"
             " SELECT fn.1 AS name, fn.2 AS kind, sum(v0) AS a, sum(v1) AS b,"
             f" count() OVER () AS considered, {_KEY} AS key"
-            f" FROM (SELECT v0, v1, arrayJoin({_functions(is_self)}) AS fn FROM s LEFT JOIN"
-            f" ({_STACKS}) AS d USING stack_id) AS j GROUP BY fn"
+            f" FROM ({self._by_function('v0, v1', is_self)}) AS j GROUP BY fn"
             " HAVING greatest(a / {t0:Float64}, b / {t1:Float64}) > {least:Float64}"
             " ORDER BY abs(b / {t1:Float64} - a / {t0:Float64}) DESC, name LIMIT {most:UInt64}",
             {
                 **values,
+                **PARAMETERS,
                 "t0": float(totals[0].value),
                 "t1": float(totals[1].value),
                 "least": least_share,
@@ -233,16 +270,25 @@ class _Sides:
         rows = self._engine.query(
             f"WITH s AS ({union})"
             " SELECT fn.1 AS name, fn.2 AS kind, side, g, sum(v) AS value FROM"
-            f" (SELECT side, g, v, arrayJoin({_functions(is_self)}) AS fn FROM s LEFT JOIN"
-            f" ({_STACKS}) AS d USING stack_id) AS j"
+            f" ({self._by_function('side, g, v', is_self)}) AS j"
             f" WHERE {_KEY} IN {{keys:Array(UInt64)}} GROUP BY fn, side, g",
-            {**values, "keys": keys},
+            {**values, **PARAMETERS, "keys": keys},
         ).rows
         found: dict[tuple[str, str], np.ndarray[Any, np.dtype[np.float64]]] = {}
         for name, kind, side, group, value in rows:
             key = (str(name), str(kind))
             found.setdefault(key, np.zeros((2, _GROUPS)))[int(side), int(group)] = float(value)
         return found
+
+    def _by_function(self, columns: str, is_self: bool) -> str:
+        """Returns the statement that has a row of `s` once for each function that it is of."""
+        names = "arrayMap(p -> (p.1, p.2), shown)"
+        innermost = WAITED_IN if self._is_waits else "1"
+        found = f"arraySlice({names}, {innermost}, 1)" if is_self else f"arrayDistinct({names})"
+        return (
+            f"SELECT {columns}, arrayJoin({found}) AS fn FROM (SELECT {columns}, {SHOWN} AS shown"
+            f" FROM s LEFT JOIN ({STACKS}) AS d USING stack_id) AS f"
+        )
 
     def _union(self, columns: str, grouped: str) -> tuple[str, dict[str, Parameter]]:
         parts, values = [], {}
@@ -255,22 +301,10 @@ class _Sides:
         return " UNION ALL ".join(parts), values
 
 
-_STACKS = (
-    "SELECT stack_id, true AS has_frames, any(frames) AS frames, any(kinds) AS kinds FROM stacks"
-    " WHERE stack_id IN (SELECT stack_id FROM s) GROUP BY stack_id"
-)
-
+_IS_LOST = "stack_id IN {lost:Array(UInt64)}"
 
 # Names may be longer than what a server takes of parameters.
 _KEY = "cityHash64(fn.1, fn.2)"
-
-
-def _functions(is_self: bool) -> str:
-    shown = (
-        "if(has_frames, arrayFilter(p -> p.2 != 'interpreter', arrayZip(frames, kinds)),"
-        f" [('{UNKNOWN_STACK}', 'marker')])"
-    )
-    return f"arraySlice({shown}, 1, 1)" if is_self else f"arrayDistinct({shown})"
 
 
 def _group(by_host: bool) -> str:

@@ -54,7 +54,7 @@ from aiflame.agent.model.profile import (
     Thread,
 )
 from aiflame.agent.reports.words import duration
-from aiflame.agent.store.comparison import sides_of_stacks
+from aiflame.agent.store.comparison import lost_words, sides_of_stacks
 from aiflame.agent.store.detail import MOST_ROWS, Detail, KeptLabel, detail_of
 from aiflame.agent.store.engine import Engine, Parameter
 from aiflame.agent.store.rows import NO_STACK
@@ -195,6 +195,8 @@ def difference_of(engine: Engine, base: Selector, new: Selector, most_stacks: in
     if left_out_ns:
         left_out = f"{found.left_out:,} lighter stacks, {duration(left_out_ns)}"
         facts.append(("left out", left_out))
+    if any(found.lost):
+        facts.append(("stack lost, in no share", lost_words(found.lost)))
     return Found(
         replace(
             profile,

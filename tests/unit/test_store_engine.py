@@ -783,6 +783,49 @@ def test_waits_are_compared_as_cpu_time_is(
     assert "= 12.000 s of blocked time of new (version 2)" in page.read_text()
 
 
+def test_waits_by_themselves_are_compared_as_they_are_listed(store: DirectoryEngine) -> None:
+    # GIVEN a version that waits in another function, both in the same one of the kernel
+    for version, own in (("1", "read_all"), ("2", "lock_all")):
+        for host in range(8):
+            stack = f"main;{own};[k]do_wait;[k]schedule"
+            profile = literal_profile(Sample(stack, 900 * MS, SampleClass.BLOCKED, count=900))
+            _add(store, profile, 0, node=f"n{host}", version=version)
+    sides = [replace(_ALL, labels={"version": (v,)}, classes=("blocked",)) for v in "12"]
+    found = compare(store, *sides, is_self=True, least_share=0.01)
+    assert {f.name: round(f.change.difference, 6) for f in found.functions} == {
+        "read_all": -1.0,
+        "lock_all": 1.0,
+    }
+
+
+def test_stacks_that_were_lost_raise_no_alarm(
+    store: DirectoryEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # GIVEN two versions that do the same, of the first of which a fifth of the stacks was lost
+    for version, lost in (("1", 200), ("2", 0), ("none", 1_000)):
+        for host in range(8):
+            kept = (1_000 - lost) // 2
+            samples = [Sample(f"main;{f}", kept * MS, count=kept) for f in ("step", "load") if kept]
+            if lost:
+                samples.append(Sample("", lost * MS, count=lost, end=StopReason.LOST))
+            _add(store, literal_profile(*samples), 0, node=f"n{host}", version=version)
+    name = store.name
+    store.close()
+    words = ["query", "diff", "--store", name, "--new", "version=2", "--fail-on", "+2%"]
+    page = tmp_path / "diff.html"
+    # THEN nothing has grown, and it is said what is left out
+    assert cli.main([*words, "--base", "version=1", "-o", str(page)]) == 0
+    said = capsys.readouterr()
+    assert "grew" not in said.err
+    assert "stack was lost, 20.0 % of base and 0.0 % of new." in " ".join(said.out.split())
+    rows = {row.split()[-1]: row.split()[0] for row in said.out.splitlines() if row}
+    assert (rows["main"], rows["step"]) == ("100.00", "50.00")
+    assert "20.0 % of base and 0.0 % of new" in page.read_text()
+    # and a side of which nothing but time is known is refused
+    assert cli.main([*words, "--base", "version=none"]) == 5
+    assert "version none has 0, 1,000 are needed" in capsys.readouterr().err
+
+
 def test_a_store_that_nobody_named_is_the_users_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
