@@ -39,6 +39,12 @@ _MOST_PADDED_COLUMNS = 100
 _CUT_HEAD = "\u2026/"
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leaves what nobody reads on to the caller: rich exits with 1, by which a diff alarms."""
+        raise BrokenPipeError
+
+
 def print_tables(tables: Iterable[Table]) -> None:
     """Print tables to standard output."""
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -46,7 +52,7 @@ def print_tables(tables: Iterable[Table]) -> None:
         sys.stdout.reconfigure(errors="replace")
     others = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     # A Console with COLUMNS=0, which some shells leave behind, prints nothing.
-    console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True, _environ=others)
+    console = _Console(markup=False, emoji=False, highlight=False, soft_wrap=True, _environ=others)
     width = _columns(console)
     for table in tables:
         for line in _layout(table, width):
@@ -176,7 +182,7 @@ def _lines(table: Table, cells: tuple[str, ...], widths: list[int], width: int) 
 def _path_end(path: str, width: int) -> str:
     """Return as many of the last parts of a path as there is room for, the last one always."""
     *folders, shown = path.split("/")
-    if not folders:
+    if not folders or cell_len(path) <= width:
         return path
     for folder in reversed(folders):
         longer = f"{folder}/{shown}"

@@ -190,15 +190,21 @@ def test_a_verb_knows_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shlex.split(seen[0].command_words) == ["aiflame", *words]
 
 
-def test_a_reader_that_goes_away() -> None:
+@pytest.mark.parametrize(
+    "answer",
+    ["print('x' * 1_000_000)", "print_tables([Table('t', '', ('x',), (('y' * 99,),) * 9_999)])"],
+)
+def test_a_reader_that_goes_away(answer: str) -> None:
     # GIVEN a pipe that nobody reads
     read_end, write_end = os.pipe()
     os.close(read_end)
     code = (
         "import sys\n"
         "from aiflame.agent import cli\n"
+        "from aiflame.agent.commands.tables import print_tables\n"
+        "from aiflame.agent.reports.table import Table\n"
         "module = cli._module('stats')\n"
-        "module.run = lambda args: print('x' * 1_000_000)\n"
+        f"module.run = lambda args: {answer}\n"
         "sys.exit(cli.main(['stats', 'x']))\n"
     )
     done = subprocess.run(

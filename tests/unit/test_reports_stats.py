@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from aiflame.agent.commands import stats as verb
 from aiflame.agent.commands.record_summary import sample_lines
+from aiflame.agent.commands.tables import print_tables
 from aiflame.agent.model.profile import (
     ALL_PROCESSES,
     EXITED,
@@ -232,6 +233,14 @@ def test_names_are_whole_and_paths_lose_their_head(columns: str, monkeypatch, ca
     assert path in row if columns in ("", "0", "400") else "\u2026/" in row
     if columns in ("100", "400"):  # numbers alone have more than 60
         assert max(map(cell_len, lines)) <= int(columns)
+
+
+def test_a_path_that_fits_on_a_line_of_its_own_is_whole(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    path = "/srv/app/a_program_of_a_long_name_for_its_row"
+    row = ("100.00", "main_function_of_it", path)
+    print_tables([Table("Functions", "", (">self ms", "function", "/where"), (row,))])
+    assert f"    {path}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("columns", [80, 100, 120])
