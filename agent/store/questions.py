@@ -7,11 +7,13 @@ from typing import Any
 
 from aiflame.agent.model.gpu import Kernel
 from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.reports.device_rows import UNKNOWN_LAUNCH
 from aiflame.agent.reports.kernel_names import kernel_names
 from aiflame.agent.reports.table import Table, ms, percent
 from aiflame.agent.reports.words import duration, showable
 from aiflame.agent.store.engine import Engine
-from aiflame.agent.store.selector import AGENT_LABELS, Selector, moment_cell
+from aiflame.agent.store.rows import NO_STACK
+from aiflame.agent.store.selector import AGENT_LABELS, UNKNOWN_STACK, Selector, moment_cell
 from aiflame.agent.store.shown_frames import PARAMETERS, SHOWN, STACKS, WAITED_IN
 
 _S_PER_HOUR = 3_600
@@ -37,7 +39,7 @@ def top(engine: Engine, selector: Selector, limit: int, *, is_raw: bool = False)
         limit: At most so many rows.
         is_raw: Time off the CPU is, as that on it, of the innermost function whatever it is.
     """
-    table, where, values = _source(selector)
+    table, where, values = _source(engine, selector)
     summed = (
         "SELECT stack_id, class != 'on_cpu' AS waits, sum(value) AS v"
         f" FROM {table} WHERE {where} GROUP BY stack_id, waits"
@@ -81,13 +83,32 @@ def top(engine: Engine, selector: Selector, limit: int, *, is_raw: bool = False)
     )
 
 
-def _source(selector: Selector) -> tuple[str, str, dict[str, Any]]:
+def _source(engine: Engine, selector: Selector) -> tuple[str, str, dict[str, Any]]:
     """Returns the table that answers soonest, the condition, and its values."""
     where, values = selector.where()
     is_hourly = not (selector.begin_s % _S_PER_HOUR or selector.end_s % _S_PER_HOUR)
-    if is_hourly and not selector.labels.keys() - _HOURLY_LABELS:
+    if (
+        is_hourly
+        and not selector.labels.keys() - _HOURLY_LABELS
+        and not _has_other_hours(engine, selector)
+    ):
         return "(SELECT *, hour AS t FROM stacks_1h) AS h", where, values
     return "samples", where, values
+
+
+def _has_other_hours(engine: Engine, selector: Selector) -> bool:
+    """Tells whether sums are of hours that begin within those of UTC.
+
+    An engine's hours are those of its time zone, and some zones are half an hour off.
+    """
+    begin_s = max(0, selector.begin_s - _S_PER_HOUR)
+    where, values = Selector(begin_s, selector.end_s).where()
+    found = engine.query(
+        f"SELECT 1 FROM (SELECT hour AS t FROM stacks_1h) AS h WHERE {where}"
+        f" AND toUInt32(t) % {_S_PER_HOUR} != 0 LIMIT 1",
+        values,
+    )
+    return bool(found.rows)
 
 
 def kernels(engine: Engine, selector: Selector, limit: int) -> Table:
@@ -206,15 +227,19 @@ def stalls_by_line(
         f" sum(stalled * period_ns) AS ns FROM gpu WHERE {where} AND samples > 0"
         " GROUP BY stack_id, kernel)"
         " SELECT line, sum(st) AS stalled, sum(n) AS total, sum(ns) AS time,"
-        " sum(stalled) OVER () AS whole, argMax(kernel, st) AS most, uniqExact(kernel) AS kernels,"
-        " count() OVER () AS all FROM"
-        " (SELECT st, n, ns, kernel, if(at = 0, '', concat(frames[at], ' (', files[at], ':',"
-        " toString(lines[at]), ')')) AS line FROM (SELECT st, n, ns, kernel, frames, files, lines,"
+        " sum(stalled) OVER () AS whole, argMax(kernel, (st, n, kernel)) AS most,"
+        " uniqExact(kernel) AS kernels, count() OVER () AS all FROM"
+        f" (SELECT st, n, ns, kernel, multiIf(stack_id = {NO_STACK}, '{UNKNOWN_LAUNCH}',"
+        f" NOT has_frames, '{UNKNOWN_STACK}', at = 0, '[no Python]',"
+        " concat(frames[at], ' (', files[at], ':',"
+        " toString(lines[at]), ')')) AS line FROM"
+        " (SELECT stack_id, has_frames, st, n, ns, kernel, frames, files, lines,"
         f" {innermost if is_raw else f'if({own} > 0, {own}, {innermost})'} AS at FROM s LEFT JOIN"
-        " (SELECT stack_id, any(frames) AS frames, any(kinds) AS kinds, any(files) AS files,"
-        " any(lines) AS lines FROM stacks WHERE stack_id IN (SELECT stack_id FROM s)"
+        " (SELECT stack_id, true AS has_frames, any(frames) AS frames, any(kinds) AS kinds,"
+        " any(files) AS files, any(lines) AS lines FROM stacks"
+        " WHERE stack_id IN (SELECT stack_id FROM s)"
         " GROUP BY stack_id) AS d USING stack_id) AS j) AS f"
-        " GROUP BY line ORDER BY stalled DESC, line LIMIT {limit:UInt64}",
+        " GROUP BY line ORDER BY stalled DESC, total DESC, line LIMIT {limit:UInt64}",
         {**values, **PARAMETERS, "limit": limit},
     ).rows
     return Table(
@@ -226,7 +251,7 @@ def stalls_by_line(
         tuple(
             (
                 *(f"{int(stalled):,}", percent(int(stalled), int(whole)), f"{int(n):,}"),
-                *(ms(int(ns)), showable(line) if line else "[no Python]"),
+                *(ms(int(ns)), showable(line)),
                 _short(most) + (f" and {int(count) - 1:,} more" if int(count) > 1 else ""),
             )
             for line, stalled, n, ns, whole, most, count, _ in rows

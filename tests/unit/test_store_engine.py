@@ -40,6 +40,7 @@ from aiflame.agent.store.engine import StoreError, parameter_text
 from aiflame.agent.store.engines import DirectoryEngine, open_store
 from aiflame.agent.store.inserts import inserts_of
 from aiflame.agent.store.profiles import By, profile_of
+from aiflame.agent.store.rows import json_lines
 from aiflame.agent.store.selector import LABELS, NothingThere, Selector, held_range, moment_words
 from clickhouse_server import PASSWORD, clickhouse
 from device_profiles import small_device_profile, small_timed_profile
@@ -508,6 +509,36 @@ def test_time_without_a_stack_is_in_the_table(store: DirectoryEngine) -> None:
         ]
 
 
+_SUMS_ELSEWHERE = """
+import sys
+from aiflame.agent.store.engines import open_store
+from aiflame.agent.store.selector import Selector
+from aiflame.agent.store import questions, schema
+engine = open_store(sys.argv[1], is_read_only=False, is_new=True)
+schema.migrate(engine, 0)
+hour = 1_795_003_200  # 2026-11-18 12:00:00
+rows = [{"t": hour + s, "class": "on_cpu", "stack_id": 1, "value": n * 10**6} for s, n in
+        ((-600, 100), (600, 20), (3_000, 3), (4_200, 4_000))]
+from aiflame.agent.store.rows import json_lines
+engine.insert("samples", json_lines(rows), "rows")
+(found,) = questions.top(engine, Selector(hour, hour + 3_600), 9).rows
+print(found[0], engine.query("SELECT uniq(hour) FROM stacks_1h").rows)
+engine.close()
+"""
+
+
+@pytest.mark.parametrize(("zone", "hours"), [("UTC", 3), ("Asia/Kolkata", 2), ("Asia/Tokyo", 3)])
+def test_hours_of_a_store_in_another_zone_are_those_of_utc(
+    tmp_path: Path, zone: str, hours: int
+) -> None:
+    # GIVEN a store whose engine has its own time zone WHEN an hour of UTC is asked for
+    code = [sys.executable, "-c", _SUMS_ELSEWHERE, str(tmp_path / "fleet")]
+    environment = {**os.environ, "TZ": zone}
+    done = subprocess.run(code, env=environment, capture_output=True, text=True, timeout=60)
+    # THEN what is counted is of that hour
+    assert done.stdout == f"23.00 [[{hours}]]\n", done.stderr
+
+
 def _waiting(*frames: tuple[str, FrameKind, str]) -> Profile:
     """Returns a profile of one wait, 5 ms of the stack of (name, kind, module or file)."""
     binaries = tuple(Binary(where, "") for _, kind, where in frames if kind is FrameKind.NATIVE)
@@ -634,7 +665,27 @@ def test_tables_of_devices(store: DirectoryEngine) -> None:
     stalled = {row[4]: int(row[0]) for row in lines.rows}
     assert sum(stalled.values()) == 2 * (400 + 80 + 200 + 40 + 50 + 50)
     assert stalled["step (/app/train.py:21)"] == 80
-    assert stalled["[no Python]"] == 200
+    assert stalled["[unknown launch]"] == stalled["[no Python]"] == 100
+
+
+def test_lines_that_are_not_known_are_not_called_another_language(
+    store: DirectoryEngine,
+) -> None:
+    # GIVEN launches of a stack that has not arrived, and of C
+    begin_s = _BEGIN_S + 60
+    rows = [
+        {"t": begin_s, "kernel": "k", "reason": "r", "launch_stack": at, "stalled": 5, "samples": n}
+        for at, n in ((1, 5), (2, 50))
+    ]
+    stack = {"frames": ["main"], "kinds": ["native"], "files": ["/app/run.c"], "lines": [1]}
+    store.insert("gpu", json_lines(rows), "gpu-rows")
+    store.insert("stacks", json_lines([{"stack_id": 2, "modules": [""], **stack}]), "stack-rows")
+    lines = questions.stalls_by_line(store, replace(_ALL, begin_s=begin_s), 9)
+    # THEN each is called what it is; of those that stalled alike, that with most samples is first
+    assert [(row[0], row[2], row[4]) for row in lines.rows] == [
+        ("5", "50", "[no Python]"),
+        ("5", "5", "[frames not in the store]"),
+    ]
 
 
 def test_a_kernel_on_devices_of_several_models_is_one(store: DirectoryEngine) -> None:
