@@ -245,8 +245,8 @@ class LossKind(enum.Enum):
 
     # What a window may hold.
     WINDOW_STACKS_FULL = _Entry(
-        "samples and calls whose stack was one too many, of those in which least time was spent:"
-        " their time is kept, their frames are not"
+        "samples and calls whose stack was one too many, of those in which least time was spent and"
+        " of containers with more than a fair share: their time is kept, their frames are not"
     )
     WINDOW_EVENTS_FULL = _Entry(
         "waits, launches, kernel times and readings of devices that were one too many to be listed"
@@ -528,7 +528,7 @@ class LossKind(enum.Enum):
     )
     NAMING_BEHIND = _Entry(
         "stacks that the agent had no time to name, so that it keeps up and within its budget:"
-        " their time is kept, their frames are not; those on the CPU and of the longest waits came"
+        " their time is kept, their frames are not; those of the largest shares of time came"
         " first",
         cure="allow the agent more (cost_cpu_percent, cost_host_percent)",
     )

@@ -36,6 +36,7 @@ from aiflame.agent.model.window import (
     lengths,
     newest,
 )
+from aiflame.agent.processes.owners import owners_of, past_fair_share
 from aiflame.agent.recording.kept_rows import KeptRows
 
 Array = npt.NDArray[Any]
@@ -82,7 +83,7 @@ class Bounds:
     Attributes:
         stacks: Distinct stacks of samples, those that most time was spent in. Launches, waits and
             calls keep theirs: `events` and `rows` bound these.
-        stacks_of_process: Of these, of one process: nobody spends another's.
+        stacks_of_process: Of these, of one process. Of all, each container has a fair share.
         rows: Of each column of measures.
         events: Of each column of events, the first ones.
         kept_stacks: Stacks that are known between windows.
@@ -369,7 +370,10 @@ class WindowBuilder:
         return changed
 
     def _bound_stacks(self, columns: dict[str, Rows]) -> None:
-        """Takes the stacks of the least weight away, where there are more than may be."""
+        """Takes the stacks of the least weight away, where there are more than may be.
+
+        Of each container, as many as are past its fair share: nobody spends another's.
+        """
         samples = columns["samples"]
         stacks, which = np.unique(samples["stack"], return_inverse=True)
         weights = np.zeros(len(stacks), np.uint64)
@@ -387,7 +391,12 @@ class WindowBuilder:
         keeps[order[rank < self._bounds.stacks_of_process]] = True
         heaviest = np.argsort(weights, kind="stable")[::-1]
         heaviest = heaviest[keeps[heaviest]]
-        keeps[heaviest[self._bounds.stacks :]] = False
+        if len(heaviest) > self._bounds.stacks:
+            owners = owners_of(processes[heaviest], self._facts, tuple(self._texts))
+            is_past = past_fair_share(owners, self._bounds.stacks)
+            is_past &= weights[heaviest] != np.iinfo(np.uint64).max
+            heaviest = heaviest[np.argsort(is_past, kind="stable")]
+            keeps[heaviest[self._bounds.stacks :]] = False
         if not keeps.all():
             has_stack = keeps[which]
             columns["samples"] = self._without_stacks(

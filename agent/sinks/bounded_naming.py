@@ -18,12 +18,16 @@ import numpy.typing as npt
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Window
+from aiflame.agent.processes.owners import owners_of, past_fair_share
 from aiflame.agent.symbolize.namer import Namer
 from aiflame.agent.symbolize.raw_stacks import RawRow
 from aiflame.agent.symbolize.stacks import LEFT_OUT, NamedStack, UnnamedStack
 
 # Named at once: it takes 0.1 s. What a window says of processes is gone through for each.
 NAMED_AT_ONCE = 256
+# Of these, those that containers share fairly. The rest goes by time alone: a host is of use for
+# what works most on it.
+_DIVIDED = NAMED_AT_ONCE // 2
 
 
 F64 = npt.NDArray[np.float64]
@@ -36,6 +40,9 @@ def by_importance(window: Window) -> npt.NDArray[np.int64]:
     for its launches. So the first ones leave least without frames. Who has a stack for each sample
     on the CPU, some thousand, would else leave no time for the few that launch all kernels, nor for
     those of most waits.
+
+    Of those that are named in any case, one half is divided fairly among containers, whose stacks
+    come before all others: one that makes up a stack for each sample takes no other's place there.
     """
     stacks, samples, launches = window.stacks["stack"], window.samples, window.launches
     if not len(stacks):
@@ -49,11 +56,16 @@ def by_importance(window: Window) -> npt.NDArray[np.int64]:
 
     is_on_cpu = samples["kind"] == SampleClass.ON_CPU
     weights = samples["weight_ns"].astype(np.float64)
-    found = shares(launches["stack"], _weights_of_launches(window))
+    lost = shares(launches["stack"], _weights_of_launches(window))
     for is_so in (is_on_cpu, ~is_on_cpu):
-        found += shares(samples["stack"][is_so], weights[is_so])
-    first: npt.NDArray[np.int64] = np.argsort(-found, kind="stable")
-    return first
+        lost += shares(samples["stack"][is_so], weights[is_so])
+    found: npt.NDArray[np.int64] = np.argsort(-lost, kind="stable")
+    if len(found) <= NAMED_AT_ONCE:
+        return found
+    facts = {"cgroups": window.cgroups, "processes": window.processes}
+    owners = owners_of(window.stacks["process"][found], facts, window.texts)
+    is_past = past_fair_share(owners, _DIVIDED)
+    return found[np.argsort(is_past, kind="stable")]
 
 
 def _weights_of_launches(window: Window) -> F64:

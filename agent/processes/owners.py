@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fair shares of what there is too little of: a container may make up what it likes, for itself.
+
+Whoever has less than a fair share keeps all, and what these leave is divided among the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.model.window import NONE, Rows
+from aiflame.agent.processes.identity import identity_of
+
+I64 = npt.NDArray[np.int64]
+
+# Windows of a host with 500 pods mention some 1,500 cgroups each: as many take 5 MB at most.
+_CACHED_PATHS, _MAX_CACHED_CHARACTERS = 4096, 512
+
+_USER = re.compile(r"/user\.slice/user-\d{1,10}\.slice(?=/|\Z)")
+
+
+def owners_of(processes: npt.NDArray[Any], facts: Mapping[str, Rows], texts: Sequence[str]) -> I64:
+    """Returns a number for the container, user or service of each process.
+
+    Args:
+        processes: Their numbers; one that is not known is of nobody.
+        facts: Processes and cgroups, as windows have them.
+        texts: That these mention.
+    """
+    paths = dict(facts["cgroups"][["cgroup", "path"]].tolist())
+    groups = dict(facts["processes"][["process", "cgroup"]].tolist())
+    distinct, which = np.unique(processes, return_inverse=True)
+    numbers: dict[str, int] = {}
+    found = []
+    for process in distinct.tolist():
+        owner = owner_of(texts[paths.get(groups.get(process, NONE), 0)])
+        found.append(numbers.setdefault(owner, len(numbers)))
+    return np.array(found, np.int64)[which]
+
+
+def owner_of(cgroup: str) -> str:
+    """Returns the cgroup of the container, user or service that one is in.
+
+    Those below may be made by whoever is in it, under any name and in any number.
+
+    Args:
+        cgroup: The path of one.
+    """
+    return _short_owner_of(cgroup) if len(cgroup) <= _MAX_CACHED_CHARACTERS else _owner_of(cgroup)
+
+
+def _owner_of(cgroup: str) -> str:
+    user = _USER.match(cgroup)
+    if user is not None:
+        return user[0]
+    identity = identity_of(cgroup)
+    paths = [each.path for each in identity.containers]
+    paths += [each.path for each in identity.units]
+    return paths[0] if paths else cgroup
+
+
+_short_owner_of = functools.lru_cache(_CACHED_PATHS)(_owner_of)
+
+
+def past_fair_share(owners: I64, most: int) -> npt.NDArray[np.bool_]:
+    """Returns what is past the fair share of its owner, of all that so many may be kept of.
+
+    Args:
+        owners: Of each, the most important first.
+        most: How many may be kept.
+    """
+    _, group, counts = np.unique(owners, return_inverse=True, return_counts=True)
+    order = np.argsort(group, kind="stable")
+    begins = np.cumsum(counts) - counts
+    rank = np.zeros(len(owners), np.int64)
+    rank[order] = np.arange(len(owners)) - begins[group[order]]
+    return rank >= _fair_share(counts, most)
+
+
+def _fair_share(counts: I64, most: int) -> int:
+    """Returns how many each may keep, so that all together keep no more than so many."""
+    left = most
+    for before, count in enumerate(sorted(counts.tolist())):
+        share = left // (len(counts) - before)
+        if count > share:
+            return share
+        left -= count
+    return most
