@@ -75,10 +75,20 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value as it was given, and where: "FILE", "--flag", "AIFLAME_NAME"."""
+    """A value as it was given, and where: "FILE", "--flag", "AIFLAME_NAME".
+
+    Attributes:
+        line: Of the file, from 1 on; 0 where it is not known.
+    """
 
     value: Any
     source: str
+    line: int = 0
+
+    @property
+    def place(self) -> str:
+        """Where to change it, for messages."""
+        return f"{self.source}:{self.line}" if self.line else self.source
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +285,7 @@ def made(
     for key, value in given.items():
         if key not in declared:
             known = [prefix + each for each in declared]
-            refusals.add(unknown_key(prefix + key, value.source, known))
+            refusals.add(unknown_key(prefix + key, value.place, known))
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         key, one = field.name, declared[field.name]
@@ -284,7 +294,7 @@ def made(
             if one.kind is Kind.SECRET and file_key in given:
                 secret = _secret_in_file(declared[file_key], given, key, prefix)
                 if reads_secrets:
-                    _read_once(secret, given[file_key].source, prefix + file_key)
+                    _read_once(secret, given[file_key].place, prefix + file_key)
                 values[key] = secret
             elif key in given:
                 values[key] = _value(one, given[key], prefix + key)
@@ -300,7 +310,7 @@ def made(
 
 def _secret_in_file(one: Setting, given: Mapping[str, Given], key: str, prefix: str) -> Secret:
     file_key = key + _FILE_SUFFIX
-    source = given[file_key].source
+    source = given[file_key].place
     if key in given:
         raise UsageError(f"{source}: {prefix}{file_key}: {prefix}{key} is given as well")
     return Secret(path=_value(one, given[file_key], prefix + file_key))
@@ -330,7 +340,7 @@ def _value(one: Setting, given: Given, key: str) -> Any:
             raise ValueError
     except (ValueError, TypeError, KeyError, OverflowError):
         shown = _MASK if one.kind is Kind.SECRET else _shown(given.value)
-        raise UsageError(f"{given.source}: {key}: not {one.allowed}: {shown}") from None
+        raise UsageError(f"{given.place}: {key}: not {one.allowed}: {shown}") from None
     return value
 
 
@@ -436,7 +446,7 @@ def _refuse_open_secrets(
         url = getattr(found, key)
         if secret is None or one.kind is not Kind.URL or url is None or not _is_open(url):
             continue
-        source = given[key].source if key in given else "the default"
+        source = given[key].place if key in given else "the default"
         raise UsageError(
             f"{source}: {prefix}{key}: {prefix}{secret} would go over plain HTTP to {url}",
             "use https://, or a URL of this host",

@@ -16,6 +16,7 @@ import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,11 @@ _SINK_TABLE = "sinks"
 _SECRETS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # A configuration has some KB.
 _MAX_FILE_BYTES = 1 << 20
+
+# A table, or a key and its sign; what may hide either in TOML v1.0.0 is a text of several lines.
+_BARE_KEYS = r"[A-Za-z0-9_-]+(?:[ \t]*\.[ \t]*[A-Za-z0-9_-]+)*"
+_TABLE_OR_KEY = re.compile(rf"[ \t]*(?:\[[ \t]*({_BARE_KEYS})[ \t]*\]|({_BARE_KEYS})[ \t]*=)")
+_QUOTES = re.compile(r"\"{3}|'{3}")
 
 # RFC 1035, 2.3.4, without lengths and the root's dot; resolvers take "_", too.
 _MAX_HOST_NAME = 253
@@ -344,7 +350,7 @@ def config_of(words: Mapping[str, Any]) -> AgentConfig:
     Files that it names may be away just now: nothing but `load` reads them.
     """
     refusals = Refusals()
-    return _checked(_flat(words, "the agent", refusals), (), refusals, reads_secrets=False)
+    return _checked(_flat(words, "the agent", refusals, {}), (), refusals, reads_secrets=False)
 
 
 def _refuse_exposed(config: AgentConfig, given: Mapping[str, Given], file: Path | None) -> None:
@@ -400,31 +406,72 @@ def _of_file(path: Path, refusals: Refusals) -> dict[str, Given]:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # also of 5,000 digits, or brackets
         raise UsageError(f"{path}: not TOML: {error}") from error
-    return _flat(words, str(path), refusals)
+    return _flat(words, str(path), refusals, _lines_of_keys(data.decode()))
 
 
-def _flat(words: Mapping[str, Any], source: str, refusals: Refusals) -> dict[str, Given]:
+def _lines_of_keys(text: str) -> dict[str, int]:
+    """Returns in which line of a TOML file a key or table is, as far as that is plain to see.
+
+    The parser does not tell. Tables and keys are looked for that begin a line.
+    """
+    found: dict[str, int] = {}
+    table = quotes = ""  # which are open, of a text of several lines
+    for number, line in enumerate(text.split("\n"), 1):
+        match = None if quotes else _TABLE_OR_KEY.match(line)
+        if match is not None:
+            words = [word.strip() for word in (match[1] or match[2]).split(".")]
+            if match[1]:
+                table = ".".join(words)
+            found.setdefault(
+                ".".join(words) if match[1] or not table else ".".join((table, *words)), number
+            )
+        for mark in _QUOTES.findall(line):
+            quotes = mark if not quotes else "" if mark == quotes else quotes
+    return found
+
+
+def _flat(
+    words: Mapping[str, Any], source: str, refusals: Refusals, lines: Mapping[str, int]
+) -> dict[str, Given]:
     """Returns values by their keys with the tables that they are in."""
     given: dict[str, Given] = {}
+
+    def at(key: str, value: Any = None) -> Given:
+        return Given(value, source, lines.get(key, 0))
+
     for key, value in words.items():
         if key != _SINK_TABLE:
-            given[key] = Given(value, source)
+            given[key] = at(key, value)
             continue
         if not isinstance(value, dict):
-            refusals.add(UsageError(f"{source}: {key}: not a table of sinks: [{key}.captures]"))
+            place = at(key).place
+            refusals.add(UsageError(f"{place}: {key}: not a table of sinks: [{key}.captures]"))
             continue
         for name, settings in value.items():
+            sink = f"{_SINK_TABLE}.{name}"
             if not isinstance(settings, dict):
-                refusals.add(UsageError(f"{source}: {key}.{name}: not a table: [{key}.{name}]"))
+                refusals.add(UsageError(f"{at(sink).place}: {sink}: not a table: [{sink}]"))
                 continue
             if name not in SINKS:
                 known = [f"{_SINK_TABLE}.{each}" for each in SINKS]
-                refusals.add(unknown_key(f"{_SINK_TABLE}.{name}", source, known))
+                refusals.add(unknown_key(sink, at(sink).place, known))
                 continue
-            given[f"{_SINK_TABLE}.{name}."] = Given(None, source)  # on, also without a key
+            given[f"{sink}."] = at(sink)  # on, also without a key
             for each, one in settings.items():
-                given[f"{_SINK_TABLE}.{name}.{each}"] = Given(one, source)
+                given[f"{sink}.{each}"] = at(f"{sink}.{each}", one)
     return given
+
+
+@contextmanager
+def _placed(given: Mapping[str, Given], key: str) -> Iterator[None]:
+    """Says of what is refused where the key is given that it is of."""
+    try:
+        yield
+    except UsageError as error:
+        if key not in given:
+            raise
+        words = str(error) if str(error).startswith(f"{key}: ") else f"{key}: {error}"
+        raise UsageError(f"{given[key].place}: {words}", error.hint) from error
 
 
 def _checked(
@@ -438,11 +485,13 @@ def _checked(
     agent = AgentSettings()
     with refusals.taken():
         agent = made(AgentSettings, of_agent, reads_secrets=reads_secrets)
-    with refusals.taken():
-        _ = agent.selection  # a bad rule is refused here
-    with refusals.taken():
+    with refusals.taken(), _placed(given, "include"):  # a bad rule is refused here
+        Selection.parse(agent.include, ())
+    with refusals.taken(), _placed(given, "exclude"):
+        Selection.parse((), agent.exclude)
+    with refusals.taken(), _placed(given, "health"):
         _ = agent.health and agent.health_address
-    with refusals.taken():
+    with refusals.taken(), _placed(given, "kubelet"):
         agent.refuse_odd_kubelet()
     sinks = {}
     for name in SINKS:

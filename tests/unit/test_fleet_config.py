@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,15 +131,50 @@ def test_all_that_is_wrong_is_told(tmp_path: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr().err
     assert said.startswith("aiflame: 7 settings are refused:\n")
     for words in (
-        f"{path}: frequncy_hz: no such setting (did you mean frequency_hz?)",
-        f"{path}: keep_size: not a size",
+        f"{path}:1: frequncy_hz: no such setting (did you mean frequency_hz?)",
+        f"{path}:2: keep_size: not a size",
         "--stretch: stretch: not a time",
-        f"{path}: sinks.otlb: no such setting (did you mean sinks.otlp?)",
-        f"{path}: sinks.otlp.url: not a URL",
-        f"{path}: sinks.captures.directroy: no such setting (did you mean sinks.captures.directory",
+        f"{path}:4: sinks.otlb: no such setting (did you mean sinks.otlp?)",
+        f"{path}:7: sinks.otlp.url: not a URL",
+        f"{path}:9: sinks.captures.directroy: no such setting (did you mean sinks.captures.",
         "sinks.captures.directory is missing",
     ):
         assert f"\n  {words}" in said, words
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("\n# keep = 1\n  keep = 'x'\n", ":3: keep: "),
+        ("keep = 1\n[sinks . otlp]\nurl = 'ftp://h'\n", ":3: sinks.otlp.url: "),
+        ("sinks.otlp.url = 'http://h'\nsinks.otlp.odd = 1\n", ":2: sinks.otlp.odd: "),
+        ("[sinks]\n\notlp.url = 'ftp://h'\n", ":3: sinks.otlp.url: "),
+        ('node = """a\nkeep = 5\n"""\nkeep = \'x\'\n', ":4: keep: "),
+        ("include = [\n  'unit=a',\n  'odd=b',\n]\n", ":1: include: a rule about 'odd'"),
+        ("keep = 1\nexclude = 'odd'\n", ":2: exclude: "),
+        ("keep = 1\nhealth = 'odd'\n", ":2: health: not an address"),
+        ("keep = 1\nkubelet = 'a b'\n", ":2: kubelet: not a host's name"),
+        # Where it is not plain to see, no line is told, and no wrong one.
+        ("keep = 1\nsinks = { otlp = { url = 'ftp://h' } }\n", ": sinks.otlp.url: "),
+        ("keep = 1\n\"\\u006dode\" = 'x'\n", ": mode: no such setting"),
+    ],
+)
+def test_an_error_tells_the_line_of_the_file(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "agent.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        load(path, {}, {})
+    assert f"{path}{said}" in str(caught.value)
+
+
+def test_the_lines_of_a_file_of_many_brackets_are_found_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "agent.toml"
+    text = "node = '" + "a." * 200_000 + "'\n" + "#[a" + " . a" * 100_000 + "\n"
+    path.write_text(f"{text}keep = 'x'\n")
+    begun_s = time.process_time()
+    with pytest.raises(UsageError, match=":3: keep: "):
+        load(path, {}, {})
+    assert time.process_time() - begun_s < 2
 
 
 def test_a_secret_is_no_flag(capsys: pytest.CaptureFixture[str]) -> None:

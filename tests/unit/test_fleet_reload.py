@@ -34,17 +34,17 @@ def _reloaded(tmp_path: Path, reload: Callable[[], AgentConfig]) -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("off_cpu = 1", "off_cpu: not true or false: 1"),
-        ("keep_size = ['a']", "keep_size: not a size"),
-        ("stretch = 2026-01-01", "stretch: not a time"),
-        ("stretch = " + "9" * 5000, "not TOML"),
+        ("off_cpu = 1", "1: off_cpu: not true or false: 1"),
+        ("keep_size = ['a']", "1: keep_size: not a size"),
+        ("stretch = 2026-01-01", "1: stretch: not a time"),
+        ("stretch = " + "9" * 5000, " not TOML"),
     ],
 )
 def test_a_wrong_file_changes_nothing(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "agent.toml"
     path.write_text(text)
     said = _reloaded(tmp_path, lambda: load(path, {}, {}))
-    assert f"the configuration stays as it was: {path}: {words}" in said
+    assert f"the configuration stays as it was: {path}:{words}" in said
 
 
 @pytest.mark.parametrize("error", [RuntimeError("odd"), MemoryError(), OSError(5, "odd")])
