@@ -34,6 +34,9 @@ from aiflame.agent.outfile import FileIdentity, Owner, private_directory, write_
 # A capture of a busy host grows by a few MB a minute; this is an hour of it.
 ENOUGH_BYTES = 200 * 10**6
 
+# At the end of an error: what was recorded is not lost with the output.
+RECORDING_KEPT = "; the recording is kept"
+
 _RECORDINGS = "recordings"
 _DATABASE = "capture.aiflame"
 _DESTINATION = "destination.json"
@@ -159,7 +162,7 @@ class Workspace(AbstractContextManager["Workspace"]):
         except AiflameError as error:
             hint = f"{error.hint}; then: " if error.hint else ""
             raise AiflameError(
-                f"{error}; the recording is kept", f"{hint}aiflame recover {to.path}"
+                f"{error}{RECORDING_KEPT}", f"{hint}aiflame recover {to.path}"
             ) from error
         self.is_kept = False
         # On a full disk the note is missing, and `recover` asks for --force.

@@ -123,14 +123,18 @@ def run(args: argparse.Namespace) -> int:
             last_ns=args.last,
         ).message()
     )
-    plan_output(args.output, None, "check", args.force)  # before anything is recorded
+    _planned(args, "check")  # before anything is recorded
     printer = ProgressPrinter(sys.stderr, args.quiet, args.verbose)
     directory = args.directory or Path(os.environ.get(variable_of("directory"), _default()))
     with closing(_connected(directory)) as agent:
         capture = _captured(agent, request, printer)
     with capture.file as file:
-        plan = plan_output(args.output, None, capture.stem, args.force)
+        plan = _planned(args, capture.stem)
         return _written(file, plan, args.force, printer)
+
+
+def _planned(args: argparse.Namespace, stem: str) -> OutputPlan:
+    return plan_output(args.output, None, stem, args.force, is_option_there=False)
 
 
 def _default() -> str:

@@ -61,7 +61,14 @@ def is_special(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
-def plan_output(output: str | None, format_name: str | None, stem: str, force: bool) -> OutputPlan:
+def plan_output(
+    output: str | None,
+    format_name: str | None,
+    stem: str,
+    force: bool,
+    *,
+    is_option_there: bool = True,
+) -> OutputPlan:
     """Decides what is written where.
 
     Args:
@@ -69,6 +76,7 @@ def plan_output(output: str | None, format_name: str | None, stem: str, force: b
         format_name: -f as given.
         stem: "<comm>-<pid>" for default names, of which so much is taken as files can have.
         force: --force.
+        is_option_there: Whether the command has -f.
 
     Raises:
         UsageError: A file exists, there is no such folder or format, or -o and -f contradict.
@@ -79,14 +87,16 @@ def plan_output(output: str | None, format_name: str | None, stem: str, force: b
     safe_stem = "".join(c if c.isalnum() or c in "-_." else "_" for c in stem)
     safe_stem = safe_stem.encode(errors="replace")[:_MAX_STEM_BYTES].decode(errors="ignore")
     path = Path(output if output is not None else f"aiflame-{safe_stem}-{now}{CAPTURE_ENDING}")
-    plan = _plan(path, output is not None, format_name, force)
+    plan = _plan(path, output is not None, format_name, force, is_option_there)
     for file in (plan.capture, plan.report_path):
         if file is not None:
             refuse_existing(file, force, is_named=file == plan.named)
     return plan
 
 
-def _plan(path: Path, is_named: bool, format_name: str | None, force: bool) -> OutputPlan:
+def _plan(
+    path: Path, is_named: bool, format_name: str | None, force: bool, is_option_there: bool
+) -> OutputPlan:
     is_capture = path.suffix == CAPTURE_ENDING
     named = path if is_named else None
     if format_name is not None:
@@ -103,5 +113,6 @@ def _plan(path: Path, is_named: bool, format_name: str | None, force: bool) -> O
         return OutputPlan(path, _DEFAULT_FORMAT, report_path, force, named)
     implied = format_of_name(path.name)
     if implied is None:
-        raise no_format_for(path.name)
+        also = (CAPTURE_ENDING,)
+        raise no_format_for(path.name, also=also, is_option_there=is_option_there)
     return OutputPlan(None, implied, path, force, named)

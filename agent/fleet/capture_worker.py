@@ -29,6 +29,7 @@ from typing import NoReturn
 from aiflame.agent.allocator import map_large_blocks
 from aiflame.agent.capture.schema import FACT_PREFIX
 from aiflame.agent.capture.segment import BadSegment
+from aiflame.agent.capture.workspace import RECORDING_KEPT
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.devices.choice import NONE
 from aiflame.agent.errors import AiflameError, DiskFull, EnvironmentUnfit
@@ -222,13 +223,15 @@ class _Job:
 
 def _failure(said: str, code: int) -> AiflameError:
     """Returns what a recording has failed with, as its own error has it."""
-    words = [clean_name(line).strip() for line in said.splitlines()]
-    at = max((n for n, line in enumerate(words) if line.startswith("aiflame: ")), default=0)
-    lines = [line for line in words[at:] if line] or [f"exit status {code}"]
+    said_lines = [clean_name(line).strip() for line in said.splitlines()]
+    at = max((n for n, line in enumerate(said_lines) if line.startswith("aiflame: ")), default=0)
+    lines = [line for line in said_lines[at:] if line] or [f"exit status {code}"]
     error: type[AiflameError] = EnvironmentUnfit if code == 3 else AiflameError
     if lines[0].startswith("aiflame: cannot write"):  # as is said at the largest size, too
         error = DiskFull
-    return error(lines[0].removeprefix("aiflame: "), " ".join(lines[1:]) or None)
+    # Nothing of it is kept here.
+    words = lines[0].removeprefix("aiflame: ").removesuffix(RECORDING_KEPT)
+    return error(words, " ".join(lines[1:]) or None)
 
 
 def _facts(choice: Choice) -> dict[str, str]:

@@ -35,7 +35,11 @@ def trouble(file: str, environment: Mapping[str, str], path: str) -> str:
         layers = (_of_environment(environment), _of_file(file) if file else {})
     except (OSError, ValueError) as error:
         return f"{file}: {error}"
-    address = _first(layers, "health") or _DEFAULT_ADDRESS
+    address = _first((*layers, {"health": _DEFAULT_ADDRESS}), "health")
+    if not address:
+        return (
+            "`health` is empty: the agent answers no probes; set an address, or remove the probes"
+        )
     try:
         request = _request(path, _token(layers))
         answer = _answer(address, _first(layers, "health_cert_file"), request)

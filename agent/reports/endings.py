@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from aiflame.agent.errors import UsageError
@@ -44,8 +45,16 @@ def refuse_other_ending(chosen: str, output: str) -> None:
         )
 
 
-def no_format_for(name: str) -> UsageError:
-    """Returns the error to raise where a file name has to mean a format and does not."""
-    return UsageError(
-        f"no format ends like this: {showable(name)}", f"add -f, or end in {', '.join(ENDINGS)}"
-    )
+def no_format_for(
+    name: str, *, also: Sequence[str] = (), is_option_there: bool = True
+) -> UsageError:
+    """Returns the error to raise where a file name has to mean a format and does not.
+
+    Args:
+        name: Of the file.
+        also: Endings that the command takes besides.
+        is_option_there: Whether the command has -f.
+    """
+    endings = ", ".join((*also, *ENDINGS))
+    hint = f"add -f, or end in {endings}" if is_option_there else f"end in {endings}"
+    return UsageError(f"no format ends like this: {showable(name)}", hint)

@@ -64,6 +64,15 @@ def test_what_means_nothing_is_refused(
     assert said in capsys.readouterr().err
 
 
+def test_an_output_without_a_format_is_told_what_it_can_be(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["agent", "capture", "--all", "--last", "5s", "-o", "web"]) == 2
+    said = capsys.readouterr().err
+    # THEN it is no option that there is not.
+    assert "end in .aiflame, .html" in said and "-f" not in said
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [

@@ -13,7 +13,7 @@ import pytest
 from aiflame.agent.capture import workspace
 from aiflame.agent.capture.workspace import Destination, Workspace, unfinished
 from aiflame.agent.commands import record
-from aiflame.agent.errors import AiflameError
+from aiflame.agent.errors import AiflameError, DiskFull
 from aiflame.agent.fleet import capture_worker
 from aiflame.agent.fleet.capture_request import CaptureRequest
 from aiflame.agent.fleet.config import AgentSettings
@@ -112,3 +112,13 @@ def test_what_a_capture_that_was_killed_has_left_is_removed_by_the_next(
     # THEN nothing of it is there any more, and all of the user's.
     assert not left.exists()
     assert [one.destination.path for one in unfinished()] == [users]
+
+
+def test_a_recording_without_room_is_not_said_to_be_kept() -> None:
+    said = (
+        "[12:00] recording\naiflame: cannot write /a/capture.aiflame: no space left on device"
+        f"{workspace.RECORDING_KEPT}\n\n  free some space; then: aiflame recover /a\n"
+    )
+    error = capture_worker._failure(said, 1)
+    assert isinstance(error, DiskFull)
+    assert str(error) == "cannot write /a/capture.aiflame: no space left on device"

@@ -307,6 +307,14 @@ def test_a_probe_asks_as_the_kubelet_runs_it(
     assert code == 1 and "Connection refused" in words
 
 
+def test_a_probe_of_an_agent_without_an_address_says_so(tmp_path: Path) -> None:
+    config = tmp_path / "agent.toml"
+    config.write_text("health = ''\n")
+    for environment, file in (({}, str(config)), ({"AIFLAME_HEALTH": ""}, "")):
+        assert "`health` is empty" in trouble(file, environment, "/healthz")
+    assert "refused" in trouble(str(config), {"AIFLAME_HEALTH": "127.0.0.1:1"}, "/healthz")
+
+
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1", b"\xff\r\n\r\n", b"SSH-2.0-x\r\n"])
 def test_a_probe_takes_no_other_answer_for_health(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
