@@ -115,7 +115,9 @@ def _of_container(
     if not request.container:
         found = _by_key((at, labels[at].pod_uid or _pod_name(labels[at])) for at in of_pod)
         words = {key: _pod_words(labels[each[0]]) for key, each in found.items()}
-        key = _only(found, words, f"pod {request.pod}", _pods(labels))
+        # One that was made anew, as those of a StatefulSet are, has the name of the one before.
+        told_apart = {key: _with_uid(words[key], labels[each[0]]) for key, each in found.items()}
+        key = _only(found, told_apart, f"pod {request.pod}", _pods(labels))
         first = labels[found[key][0]]
         group = _group_of_pod(processes[found[key][0]].cgroup)
         stem = f"pod-{first.pod or first.pod_uid}"
@@ -192,6 +194,10 @@ def _pod_name(labels: Labels) -> str:
 
 def _pod_words(labels: Labels) -> str:
     return _pod_name(labels) if labels.pod else labels.pod_uid
+
+
+def _with_uid(words: str, labels: Labels) -> str:
+    return f"{words} ({labels.pod_uid})" if labels.pod and labels.pod_uid else words
 
 
 def _container_words(labels: Labels) -> str:

@@ -87,6 +87,23 @@ def test_what_is_ambiguous_names_all_that_it_may_mean() -> None:
     assert "shop/web-1" in (found.value.hint or "")
 
 
+def test_a_pod_that_was_made_anew_is_told_apart_by_its_uid() -> None:
+    # GIVEN a pod of a StatefulSet, and the one that came in its place
+    labels = [
+        Labels("db", container, "db", namespace="shop", pod="db-0", pod_uid=uid)
+        for container, uid in zip((_WEB, _OTHER), _UIDS, strict=True)
+    ]
+    processes = [_process(10, _group(_UIDS[0], _WEB)), _process(11, _group(_UIDS[1], _OTHER))]
+    # WHEN it is asked for by its name THEN what is listed can be asked for.
+    with pytest.raises(UsageError, match="2 are called pod shop/db-0") as found:
+        choose(CaptureRequest(last_ns=1, pod="shop/db-0"), processes, labels)
+    hint = found.value.hint or ""
+    listed = [line.partition("(")[2].rstrip(")") for line in hint.splitlines()[1:]]
+    assert sorted(listed) == _UIDS
+    chosen = [choose(CaptureRequest(last_ns=1, pod=uid), processes, labels) for uid in listed]
+    assert sorted(one.numbers for one in chosen) == [(0,), (1,)]
+
+
 def test_what_is_unknown_names_what_there_is() -> None:
     with pytest.raises(UsageError, match="no container nginx is known") as found:
         _chosen(container="nginx")
