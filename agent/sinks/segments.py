@@ -57,6 +57,7 @@ class SegmentSink:
         self._count = first
         self._descriptor: int | None = None
         self._writer: SegmentWriter | None = None
+        self._is_empty = True  # the segment that is being written
         self._begun_ns = 0
         self._kept: deque[tuple[Path, int]] = deque()  # with where the last window in each ends
 
@@ -73,21 +74,32 @@ class SegmentSink:
                 writer = self._begin(window)
             writer.write(window)
         except OSError as error:
-            self.close()
+            self._leave()
             raise DiskFull(f"cannot write {self._folder}: {error.strerror}", room_hint()) from error
+        self._is_empty = False
         self._kept[-1] = (self._kept[-1][0], window.end_ns)
         self._forget(window.end_ns)
 
     def _begin(self, window: Window) -> SegmentWriter:
         self.close()
         path = self._folder / self._name.format(self._count)
-        self._count += 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o600)
+        self._count += 1
+        self._is_empty = True
         self._kept.append((path, window.end_ns))
         self._begun_ns = window.start_ns
         self._writer = SegmentWriter(self._descriptor, self._facts)
         return self._writer
+
+    def _leave(self) -> None:
+        """Ends a segment that cannot be written; who follows finds none that is cut or missing."""
+        if self._descriptor is not None and self._is_empty:
+            path, _ = self._kept.pop()
+            with suppress(OSError):
+                path.unlink()
+                self._count -= 1
+        self.close()
 
     def _forget(self, end_ns: int) -> None:
         """Removes segments of which all is older than what is kept."""

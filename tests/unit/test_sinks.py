@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -32,6 +34,7 @@ from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.sinks.capture import CaptureSink
 from aiflame.agent.sinks.rebuilt import capture_of_windows
 from aiflame.agent.sinks.segments import (
+    FollowedWindows,
     JitSymbolSink,
     RecordedWindows,
     SegmentSink,
@@ -428,6 +431,36 @@ def test_a_full_disk_is_said_and_leaves_whole_windows(
             sink.put(window)
     monkeypatch.undo()
     assert [window.number for window in RecordedWindows(tmp_path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("failing", ["open", "write"])
+def test_who_follows_gets_past_a_moment_without_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    # GIVEN a recording that is followed, as the disk is full for two windows
+    windows = RandomRecording(7).windows(6)
+    sink, following = SegmentSink(tmp_path, FACTS), FollowedWindows(tmp_path)
+    sink.put(windows[0])
+    before = [window.number for window in following.take(1)]
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for window in windows[1:3]:
+        sink.close()  # each is of another segment
+        with monkeypatch.context() as full, pytest.raises(DiskFull):
+            full.setattr(os, failing, fails)
+            sink.put(window)
+    # WHEN there is room again THEN what was written comes, and nothing is told to be damaged.
+    for window in windows[3:]:
+        sink.put(window)
+    sink.close()
+    after = [window.number for window in following.take(3)]
+    following.close()
+    assert before + after == [0, 3, 4, 5]
+    recorded = RecordedWindows(tmp_path)
+    assert [window.number for window in recorded] == [0, 3, 4, 5]
+    assert not recorded.damage
 
 
 def test_kernel_times_of_a_longer_window_are_in_the_seconds_in_which_they_ended(
