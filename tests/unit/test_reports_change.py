@@ -138,6 +138,28 @@ def test_a_program_that_has_not_changed_seldom_gives_alarm(
     assert naive > 0.5
 
 
+def test_a_rare_long_wait_seldom_gives_alarm() -> None:
+    # GIVEN functions that wait for little in each window, and a thousand times as long in some
+    random = np.random.default_rng(5)
+    windows, functions, trials = 24, 40, 100
+    alarms = 0
+    for _ in range(trials):
+        sides = []
+        for _ in range(2):
+            rest = random.gamma(400, 1 / 400, size=windows)
+            is_long = random.random((functions, windows)) < 0.03
+            short = random.gamma(50, 1e-5 / 50, size=(functions, windows))
+            own = short + is_long * random.exponential(0.01, size=is_long.shape)
+            whole = rest + own.sum(axis=0)
+            sides.append([Side(one, whole, 100_000) for one in own])
+        alarms += any(
+            change(before, after, compared=functions).low > 0
+            for before, after in zip(*sides, strict=True)
+        )
+    # THEN alarms are as rare as promised: 5 %, and three standard deviations of 100 trials
+    assert alarms / trials <= FALSE_ALARM + 3 * math.sqrt(FALSE_ALARM * (1 - FALSE_ALARM) / trials)
+
+
 def test_a_growth_is_found() -> None:
     # GIVEN a function that grew from 20 % to 26 %, on 40 hosts that differ
     random = np.random.default_rng(7)
