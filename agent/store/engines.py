@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import gzip
 import http
 import json
 import os
 import re
+import signal
 import sys
+import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +156,7 @@ class DirectoryEngine:
         path = os.path.abspath(folder)  # noqa: PTH100, links are followed by whoever opens it
         if "?" in path or ":" in path:
             raise UsageError(f"chDB takes no path with ? or :, as in {folder}", "another --store")
+        _refuse_not_writable(folder)
         if _is_taken(folder):
             raise StoreError(
                 f"the store {folder} is open in another process; chDB lets one at a time",
@@ -167,6 +172,7 @@ class DirectoryEngine:
         if is_read_only:
             settings["readonly"] = _READ_ONLY
         self._settings = settings
+        self._is_read_only = is_read_only
         self._is_chosen = False
 
     def create_database(self) -> None:
@@ -211,7 +217,8 @@ class DirectoryEngine:
 
     def _run(self, statement: str, values: Mapping[str, str] | None = None) -> bytes:
         try:
-            found = self._session.query(statement, "JSONCompact", params=dict(values or {}))
+            with _interruptible() if self._is_read_only else contextlib.nullcontext():
+                found = self._session.query(statement, "JSONCompact", params=dict(values or {}))
         except Exception as error:  # it raises RuntimeError for all
             text = " ".join(str(error).split())
             raise StoreError(f"the store says: {text[:400]}", _hint(text, self.name)) from error
@@ -239,6 +246,24 @@ def open_store(
     if is_new:
         _make_folder(address)
     return DirectoryEngine(address, is_read_only=is_read_only)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Lets Ctrl-C end this process at once, of which nothing is lost where nothing is changed.
+
+    Python hears of a signal when the engine comes back to it, which may take minutes.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or handler is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 # Of a setting: it stands in a statement.
@@ -272,7 +297,10 @@ _MARKS = ("data", "metadata", "store")
 
 
 def _is_store(folder: Path) -> bool:
-    return all((folder / mark).is_dir() for mark in _MARKS)
+    try:
+        return all((folder / mark).is_dir() for mark in _MARKS)
+    except PermissionError as error:
+        raise _not_writable(folder, error) from error
 
 
 def _make_folder(folder: Path) -> None:
@@ -311,6 +339,22 @@ def _is_own(folder: Path) -> bool:
 
 # Directories that this process has open, each as often as it stands here.
 _OPEN: Counter[str] = Counter()
+
+
+def _refuse_not_writable(folder: Path) -> None:
+    """The engine writes into a store that it only reads, and says why it cannot on stderr only."""
+    for path in (folder, folder / "status"):
+        if path.exists() and not os.access(path, os.R_OK | os.W_OK):
+            # A file system that is read-only says so in its own words.
+            code = errno.EROFS if os.access(path, os.R_OK) and not os.geteuid() else errno.EACCES
+            raise _not_writable(folder, OSError(code, os.strerror(code), str(path)))
+
+
+def _not_writable(folder: Path, error: OSError) -> EnvironmentUnfit:
+    return EnvironmentUnfit(
+        f"the store {folder} cannot be opened: {error}; chDB writes also where it is only asked",
+        "run it as the owner of the store, or copy the store to where you may write",
+    )
 
 
 def _not_opened(folder: Path, error: Exception) -> StoreError:

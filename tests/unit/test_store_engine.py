@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -55,6 +57,7 @@ from profiles import (
     small_profile,
 )
 from profiles import profile_of as literal_profile
+from support import wait_until
 
 pytest.importorskip("chdb", reason="chDB is not installed")
 
@@ -204,6 +207,65 @@ def test_one_process_at_a_time(store: DirectoryEngine) -> None:
     assert done.returncode == 1
     assert "is open in another process; chDB lets one at a time" in done.stderr
     assert "internal error" not in done.stderr
+
+
+def test_a_store_of_somebody_else_says_so(
+    store: DirectoryEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # GIVEN a store that may be looked at, and not be written, as the engine does
+    store.close()
+    words = ["query", "top", "--store", store.name]
+    with monkeypatch.context() as may:
+        may.setattr("os.access", lambda path, mode: not mode & os.W_OK)
+        for uid, why in ((1000, "Permission denied"), (0, "Read-only file system")):
+            may.setattr("os.geteuid", lambda uid=uid: uid)
+            assert cli.main(words) == 3
+            said = capsys.readouterr().err
+            assert f"the store {store.name} cannot be opened" in said
+            assert why in said
+            assert "run it as the owner of the store" in said
+
+    # and one that may not even be looked at
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    assert cli.main(words) == 3
+    assert "run it as the owner of the store" in capsys.readouterr().err
+
+
+def test_a_long_question_is_interrupted(store: DirectoryEngine) -> None:
+    # GIVEN a question that takes minutes, and that the engine has begun to answer
+    store.close()
+    words = ["query", "sql", "--store", store.name, _SLOW]
+    code = [sys.executable, "-m", "aiflame.agent", *words]
+    with subprocess.Popen(code, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as asking:
+        tasks = Path(f"/proc/{asking.pid}/task")
+        wait_until(lambda: any(name.startswith("QueryPull") for name in _names(tasks)), 60)
+        # WHEN Ctrl-C is pressed THEN it ends at once
+        asking.send_signal(signal.SIGINT)
+        assert asking.wait(20) in (-signal.SIGINT, 130)
+        assert asking.stderr is not None
+        assert b"Traceback" not in asking.stderr.read()
+    # and the store is as it was
+    reopened = open_store(store.name, is_read_only=True)
+    assert schema.require(reopened).version == schema.VERSION
+    reopened.close()
+
+
+_SLOW = (
+    "SELECT sum(sleepEachRow(0.5)) FROM numbers(240)"
+    " SETTINGS max_block_size = 1, function_sleep_max_microseconds_per_block = 1000000000"
+)
+
+
+def _names(tasks: Path) -> list[str]:
+    """Returns the names of a process's threads; those that end meanwhile have none."""
+    names = []
+    for task in tasks.iterdir():
+        with contextlib.suppress(OSError):
+            names.append((task / "comm").read_text())
+    return names
 
 
 def test_without_chdb_it_says_what_to_install(
