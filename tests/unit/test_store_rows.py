@@ -10,7 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from aiflame.agent.model.batch import Batch, Labels
-from aiflame.agent.model.profile import Binary, GilState, Profile, SampleClass, StopReason
+from aiflame.agent.model.profile import (
+    NS_PER_S,
+    Binary,
+    GilState,
+    Profile,
+    SampleClass,
+    StopReason,
+)
 from aiflame.agent.store import inserts
 from aiflame.agent.store.inserts import inserts_of
 from aiflame.agent.store.rows import BatchRows, agent_rows, batch_rows, json_lines, monday
@@ -229,6 +236,21 @@ def test_losses_of_a_host_are_told_once() -> None:
     both = 2 * int(small_profile().samples["count"].sum())
     assert rows[0]["samples"] == both
     assert {row["cluster"] for row in rows} == {"prod"}
+
+
+def test_spans_of_stretches_in_a_row_add_up() -> None:
+    # GIVEN ten stretches of a bit more than five seconds, one after the other
+    begin_ns, duration_ns = 1_795_000_000 * NS_PER_S + 300 * MS, 5_030 * MS
+    batches = [
+        replace(_batch(small_profile()), begin_unix_ns=begin_ns + i * duration_ns)
+        for i in range(10)
+    ]
+    batches = [replace(batch, duration_ns=duration_ns) for batch in batches]
+    rows = [agent_rows(batch, 0)[0] for batch in batches]
+    # THEN each ends where the next one begins, and all of them have the time that it was
+    assert [row["t"] + row["span_s"] for row in rows[:-1]] == [row["t"] for row in rows[1:]]
+    assert sum(row["span_s"] for row in rows) == 50
+    assert {row["span_s"] for row in batch_rows(batches[0]).samples} == {rows[0]["span_s"]}
 
 
 def test_times_that_no_table_holds_are_its_ends() -> None:
