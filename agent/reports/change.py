@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.errors import AiflameError
-from aiflame.agent.reports.table import Table
+from aiflame.agent.reports.table import Table, percent
 from aiflame.agent.reports.words import showable
 
 F64 = npt.NDArray[np.float64]
@@ -224,6 +224,16 @@ def whose_time(*, is_self: bool) -> str:
     if is_self:
         return "by itself, waits without the kernel, libc and Python's own"
     return "with all that it calls"
+
+
+def lost_words(lost: tuple[float, float]) -> str:
+    """Returns how much of each side's time has no stack, and is in no share.
+
+    Args:
+        lost: Of base and new, 0 to 1.
+    """
+    base, new = (percent(round(part * 10**6), 10**6) for part in lost)
+    return f"{base} of base and {new} of new"
 
 
 def changes_table(

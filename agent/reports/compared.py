@@ -23,10 +23,12 @@ from aiflame.agent.reports.change import (
     by_difference,
     change,
     changes_table,
+    lost_words,
     whose_time,
 )
+from aiflame.agent.reports.difference import side_ns
 from aiflame.agent.reports.own_code import charged_frames, functions_of, innermost_functions
-from aiflame.agent.reports.rows import label_of
+from aiflame.agent.reports.rows import TRUNCATED_REASONS, label_of
 from aiflame.agent.reports.selection import shown_stacks
 from aiflame.agent.reports.table import Table, functions_by_stack, row_by_sample
 from aiflame.agent.reports.words import showable
@@ -52,6 +54,7 @@ class Comparison:
         samples: On-CPU samples, and intervals off the CPU.
         groups: How many parts of their time chance is taken from.
         window_s: The longest time of which it is not known when in it something was.
+        lost: Part of each side's time whose stack was lost, 0 to 1: it is in no share.
         is_self: Time is that of functions by themselves.
     """
 
@@ -60,6 +63,7 @@ class Comparison:
     samples: tuple[int, int]
     groups: tuple[int, int]
     window_s: int
+    lost: tuple[float, float]
     is_self: bool
 
     @property
@@ -87,8 +91,10 @@ class Comparison:
                 ("base", "new"), (self.of.base, self.of.new), self.samples, strict=True
             )
         )
+        lost = f"; without time whose stack was lost, {lost_words(self.lost)}"
         whole = (
-            f"shares of a side's {self.of.time}, {whose_time(is_self=self.is_self)}{sure}. {sides}"
+            f"shares of a side's {self.of.time}, {whose_time(is_self=self.is_self)}{sure}"
+            f"{lost if any(self.lost) else ''}. {sides}"
         )
         return changes_table(self.functions, limit, whole, is_sure=is_sure)
 
@@ -98,6 +104,9 @@ def compare(
 ) -> Comparison:
     """Compare both sides of a profile.
 
+    An agent that is over its budget loses stacks for a while and keeps their time. Counted in, all
+    shares would fall by it, while the program does the same. So shares are of what has a stack.
+
     Args:
         profile: As `joined` makes it; each side has some time.
         difference: Its own.
@@ -105,6 +114,7 @@ def compare(
         least_share: Functions that have less of both sides are left out, 0 to 1.
     """
     profile = replace(profile, stacks=shown_stacks(profile, Frames.BOTH))
+    profile, lost = _with_stacks(profile, difference)
     samples, spans = profile.samples, profile.spans
     is_new = difference.is_new[samples["thread"]]
     is_new_span = is_new[spans["sample"]]
@@ -128,7 +138,18 @@ def compare(
         name = label_of(profile.functions[i], 0)
         found.append(Compared(name, change(before, after, len(wanted))))
     groups = (int(np.count_nonzero(whole[0])), int(np.count_nonzero(whole[1])))
-    return Comparison(difference, by_difference(found), counts, groups, window_s, is_self)
+    return Comparison(difference, by_difference(found), counts, groups, window_s, lost, is_self)
+
+
+def _with_stacks(profile: Profile, difference: Difference) -> tuple[Profile, tuple[float, float]]:
+    """Return a profile without samples whose stack was lost, and their part of each side's time."""
+    stacks = profile.stacks
+    is_lost = (np.diff(stacks.offsets) == 0) & np.isin(stacks.ends, TRUNCATED_REASONS)
+    known = profile.with_samples(~is_lost[profile.samples["stack"]])
+    (base, new), (all_base, all_new) = (side_ns(one, difference) for one in (known, profile))
+    if not base or not new:  # there is nothing else to compare
+        return profile, (0.0, 0.0)
+    return known, (1 - base / all_base, 1 - new / all_new)
 
 
 def _weights(spans: npt.NDArray[np.void], window_s: int) -> Iterator[F64]:

@@ -14,10 +14,11 @@ from aiflame.agent.reports.change import (
     by_difference,
     change,
     changes_table,
+    lost_words,
     refuse_too_few,
     whose_time,
 )
-from aiflame.agent.reports.table import Table, percent
+from aiflame.agent.reports.table import Table
 from aiflame.agent.store.engine import Engine, Parameter
 from aiflame.agent.store.selector import Selector, nothing_there
 from aiflame.agent.store.shown_frames import LOST_STACKS, PARAMETERS, SHOWN, STACKS, WAITED_IN
@@ -118,12 +119,6 @@ def compare(
     hosts = (totals[0].hosts, totals[1].hosts)
     lost = (totals[0].lost, totals[1].lost)
     return Comparison(by_difference(found), samples, hosts, considered, lost, by_host)
-
-
-def lost_words(lost: tuple[float, float]) -> str:
-    """Returns how much of each side's time has no stack, 0 to 1."""
-    base, new = (percent(round(part * 10**6), 10**6) for part in lost)
-    return f"{base} of base and {new} of new"
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,9 @@ from aiflame.agent.model.profile import (
     StopReason,
     Thread,
 )
+from aiflame.agent.reports.change import lost_words
 from aiflame.agent.reports.words import duration
-from aiflame.agent.store.comparison import lost_words, sides_of_stacks
+from aiflame.agent.store.comparison import sides_of_stacks
 from aiflame.agent.store.detail import MOST_ROWS, Detail, KeptLabel, detail_of
 from aiflame.agent.store.engine import Engine, Parameter
 from aiflame.agent.store.rows import NO_STACK

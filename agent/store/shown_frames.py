@@ -3,23 +3,15 @@
 
 from __future__ import annotations
 
-from aiflame.agent.model.profile import COMPLETE_REASONS, GilState, StopReason
+from aiflame.agent.model.profile import GilState
 from aiflame.agent.reports import own_code
+from aiflame.agent.reports.rows import TRUNCATED_REASONS
 from aiflame.agent.store.engine import Parameter
 from aiflame.agent.store.rows import stack_id_of
 from aiflame.agent.store.selector import UNKNOWN_STACK
 
-# A stack of these may have no frames by nature; of all others the frames are not known.
-_NOT_CUT = (
-    *COMPLETE_REASONS,
-    StopReason.KERNEL_ONLY,
-    StopReason.EXCLUDED,
-    StopReason.NOT_RUN_YET,
-)
-_CUT = tuple(reason for reason in StopReason if reason not in _NOT_CUT)
-
 # Ids of stacks of which only the time is known.
-LOST_STACKS = tuple(stack_id_of(reason, gil) for reason in _CUT for gil in GilState)
+LOST_STACKS = tuple(stack_id_of(reason, gil) for reason in TRUNCATED_REASONS for gil in GilState)
 
 # The frames that a reader looks for, leaf first, as (name, kind, module, file); of a stack without
 # any what the flame graph has in their place.
@@ -55,8 +47,8 @@ WAITED_IN = (
 
 # Parameters of the expressions above, and patterns of others.
 PARAMETERS: dict[str, Parameter] = {
-    "cut": [reason.name.lower() for reason in _CUT],
-    "markers": [reason.marker for reason in _CUT],
+    "cut": [reason.name.lower() for reason in TRUNCATED_REASONS],
+    "markers": [reason.marker for reason in TRUNCATED_REASONS],
     "waiting": own_code.WAITING_MODULE,
     "standard": own_code.STANDARD_LIBRARY,
     "packages": own_code.PACKAGES,
