@@ -279,12 +279,12 @@ def agents(engine: Engine, selector: Selector, limit: int) -> Table:
     ).rows
     return Table(
         "Hosts",
-        f"{selector.words}, longest silent first; times are UTC; CPU: of one processor, by what"
-        " records",
-        ("last heard of", ">samples", ">CPU", ">MB", "host", "version", "lost"),
+        f"{selector.words}, longest silent first; times are UTC; recorded: seconds of these that"
+        " have come, gaps left out; CPU: of one processor, by what records",
+        ("last heard of", ">recorded", ">samples", ">CPU", ">MB", "host", "version", "lost"),
         tuple(
             (
-                *(moment_cell(int(last)), f"{int(n):,}"),
+                *(moment_cell(int(last)), f"{int(seconds):,} s", f"{int(n):,}"),
                 *(percent(int(cpu), int(seconds) * 10**9), f"{int(rss) / 1e6:,.0f}"),
                 *(showable(node) if node else "[no name]", showable(version)),
                 ", ".join(f"{showable(name)} {int(count):,}" for count, name in gone),

@@ -812,11 +812,17 @@ def test_a_table_of_hosts(store: DirectoryEngine) -> None:
     _add(store, small_profile(), 5, node="n2")
     _add(store, small_profile(), 0, node="n1")
     rows = questions.agents(store, _ALL, 9).rows
-    assert [row[4] for row in rows] == ["n1", "n2"]
+    assert [row[5] for row in rows] == ["n1", "n2"]
     assert rows[0][-1] == "stacks_full 3"
     assert rows[0][0] < rows[1][0]
     # The line above the table says that these are UTC; no time is wrapped in a narrow terminal.
     assert len(rows[0][0]) == len("2026-11-25 09:20:00")
+    # AND a gap is none of the time that was recorded
+    _add(store, small_profile(), 500, node="n1")
+    recorded = {
+        row[5]: int(row[1].removesuffix(" s")) for row in questions.agents(store, _ALL, 9).rows
+    }
+    assert recorded["n1"] == 2 * recorded["n2"] > 0
     with pytest.raises(AiflameError, match="no pod"):
         questions.agents(store, replace(_ALL, labels={"pod": ("x",)}), 9)
 
