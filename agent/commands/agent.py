@@ -131,12 +131,16 @@ def run(args: argparse.Namespace, choose: ChooseFamilies = choose_families) -> i
 
 
 def _check(config: AgentConfig) -> int:
+    from aiflame.agent.fleet import health  # TLS, to check alone
+
     for warning in config.warnings:
         sys.stderr.write(f"warning: {warning}\n")
     refusals = Refusals()
     for name, settings in config.sinks.items():
         with refusals.taken():
             sink_module(name).check(settings)
+    with refusals.taken():
+        health.check(config.agent)
     with refusals.taken():
         _refuse_unfit("directory", config.agent.directory, refuse_shared_directory)
     if config.agent.gpu_helper_directory is not None:

@@ -201,6 +201,16 @@ class _Certificate:
         return self._context.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
 
 
+def check(settings: AgentSettings) -> None:
+    """Refuses a certificate with which there would be no endpoint.
+
+    Raises:
+        UsageError: It, or its key, cannot be read.
+    """
+    if settings.health and settings.health_cert_file is not None:
+        _Certificate(settings)
+
+
 class _Answers:
     """What is said to a request."""
 

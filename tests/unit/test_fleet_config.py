@@ -282,9 +282,12 @@ def test_the_check_prints_what_it_read_and_ends_with_0_or_2(
         ('directory = "{folder}/closed"', ""),
         ('directory = "{folder}/a/b/c"', ""),
         ('gpu_helper_directory = "{folder}/helpers"', ""),
+        ('health_cert_file = "{folder}/file"', "health_cert_file: [SSL"),
+        ('health_cert_file = "{folder}/none"', "health_cert_file: [Errno 2] No such file"),
+        ('health = ""\nhealth_cert_file = "{folder}/none"', ""),
     ],
 )
-def test_the_check_refuses_directories_with_which_no_agent_starts(
+def test_the_check_refuses_files_and_directories_with_which_no_agent_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
     (tmp_path / "file").touch()
