@@ -35,6 +35,7 @@ from aiflame.agent.fleet.config import (
 )
 from aiflame.agent.fleet.cost import CostController
 from aiflame.agent.fleet.ending import END_S, end_in_time
+from aiflame.agent.fleet.flight_recorder import MONOTONIC_START_FACT
 from aiflame.agent.fleet.health import HealthEndpoint
 from aiflame.agent.fleet.host_checks import (
     cgroup_layout,
@@ -328,6 +329,7 @@ def _facts(
     return {
         "aiflame_version": __version__,
         "started_unix_ns": recorder.started_unix_ns,
+        MONOTONIC_START_FACT: recorder.start_ns,
         "period_ns": settings.period_ns,
         "command": command_words,
         "target": target.words,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,9 @@ from aiflame.agent.model.window import NO_TIME, Window
 from aiflame.agent.processes import procfs
 from aiflame.agent.sinks.segments import RecordedWindows
 
+# When a recording began, by a clock that nobody sets, in ns since boot (CLOCK_MONOTONIC).
+MONOTONIC_START_FACT = "started_monotonic_ns"
+
 # Of a file that many processes have mapped, so many are asked for it.
 _MAX_ROOTS = 8
 
@@ -24,6 +27,8 @@ class FlightRecorder:
     """The windows that end within some time before the newest one, whose end stays what it is.
 
     Stretches of an agent that ran before have other numbers for everything: they are not in it.
+    Those of a clock that was set since are: where windows begin is counted from the recording's
+    start, and facts are of the newest.
 
     Args:
         directory: Of the agent.
@@ -52,10 +57,10 @@ class FlightRecorder:
                 if not self.end_ns:
                     continue
                 self.facts = windows.facts
-            elif windows.facts["started_unix_ns"] != self.facts["started_unix_ns"]:
+            elif recording_of(windows.facts) != recording_of(self.facts):
                 break
             found.append(folder)
-            begin_ns = int(folder.name) - int(self.facts["started_unix_ns"])
+            begin_ns = int(folder.name) - int(windows.facts["started_unix_ns"])
             if begin_ns <= self.end_ns - last_ns:
                 break
         if not found:
@@ -71,6 +76,11 @@ class FlightRecorder:
     def __iter__(self) -> Iterator[Window]:
         windows = itertools.chain.from_iterable(map(_windows, self._folders))
         return (w for w in windows if self._begin_ns < w.end_ns <= self.end_ns)
+
+
+def recording_of(facts: Mapping[str, str | int]) -> str | int:
+    """Returns what tells the recordings of one host apart, given the facts of a stretch."""
+    return facts.get(MONOTONIC_START_FACT, facts["started_unix_ns"])
 
 
 def _windows(folder: Path) -> Iterator[Window]:

@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.errors import AiflameError
-from aiflame.agent.fleet.flight_recorder import FlightRecorder, SeenProcesses
+from aiflame.agent.fleet.flight_recorder import (
+    MONOTONIC_START_FACT,
+    FlightRecorder,
+    SeenProcesses,
+)
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.stretches import Stretches, folders_of, keep_kernel_file, mark_done
 from windows import RandomRecording
@@ -91,6 +95,27 @@ def test_what_another_agent_recorded_is_not_mixed_in(directory: Path) -> None:
     recorded = FlightRecorder(directory, 5000 * _S)
     assert recorded.facts["started_unix_ns"] == 2000 * _S
     assert [(w.start_ns, w.end_ns) for w in recorded] == every
+
+
+@pytest.mark.parametrize("step_s", [-3, 7_200])
+def test_a_clock_that_was_set_cuts_nothing_off(directory: Path, step_s: int) -> None:
+    # GIVEN a recording during which the clock was set, and another before it
+    _record(directory, 1000)
+    facts = {"started_unix_ns": 5000 * _S, MONOTONIC_START_FACT: 7 * _S}
+    stretches = Stretches(directory, Log())
+    windows = RandomRecording(2).cut([second * _S for second in range(1, 10)])
+    for part in (windows[:5], windows[5:]):
+        stretch = stretches.begin(facts, part[0])
+        for window in part:
+            stretch.put(window)
+        stretch.close()
+        facts = {**facts, "started_unix_ns": (5000 + step_s) * _S}
+    every = [(window.start_ns, window.end_ns) for window in windows]
+    # THEN all of it is there, by the clock as it is now
+    for last_s, count in ((8, 8), (99, 10)):
+        recorded = FlightRecorder(directory, last_s * _S)
+        assert [(w.start_ns, w.end_ns) for w in recorded] == every[-count:]
+        assert recorded.facts["started_unix_ns"] == (5000 + step_s) * _S
 
 
 def test_stretches_that_are_removed_meanwhile_are_missing(directory: Path) -> None:
