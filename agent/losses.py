@@ -533,8 +533,8 @@ class LossKind(enum.Enum):
         cure="allow the agent more (cost_cpu_percent, cost_host_percent)",
     )
     NAMES_NOT_SENT = _Entry(
-        "stacks whose container or service had functions with over 2 MB of names in one stretch:"
-        " their time is sent, their frames are not; the heaviest stacks came first"
+        "stacks and GPU kernels whose container or service had over 2 MB of names in one stretch:"
+        " their time is sent, their frames or names are not; the heaviest came first"
     )
     NOT_DELIVERED = _Entry(
         "samples of earlier stretches that a back-end did not take, or that waited too long for it;"

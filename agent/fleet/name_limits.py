@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the names of one container or service may take of what is pushed.
 
-A process chooses what its functions are called, in its perf map or its Python code, and can have
-other names each second. Each batch is of one container or service, and has a limit of its own: past
-it the lightest stacks lose their frames, and nobody else's do.
+A process chooses what its functions are called, in its perf map or its Python code, and so its GPU
+kernels, and can have other names each second. Each batch is of one container or service, and has a
+limit of its own: past it the lightest stacks lose their frames and the least used kernels their
+names, and nobody else's do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.batch import Batch
+from aiflame.agent.model.gpu import NONE, GpuProfile
 from aiflame.agent.model.profile import GilState, Loss, Profile, Stacks, StopReason
 from aiflame.agent.model.ranges import ranges
 
@@ -23,6 +25,9 @@ I64 = npt.NDArray[np.int64]
 # Ten thousand functions with names and files of 200 bytes: few programs are seen in more in a
 # minute.
 MAX_NAME_BYTES = 2 << 20
+# Of these, what names of GPU kernels may take at most: a thousand of 1 KB, as templates have.
+_KERNELS_SHARE = 2
+_TOO_MANY = "more names than are sent"
 # Sinks cut what is longer (`_MAX_NAME_CHARACTERS` in store/rows.py; others cut more).
 _MAX_TEXT_BYTES = 4096
 _MOST_BYTES_OF_ONE = 4  # of a character in UTF-8
@@ -33,10 +38,11 @@ def limited(batches: Iterable[Batch], max_bytes: int = MAX_NAME_BYTES) -> tuple[
 
     Args:
         batches: Of one stretch, each of one container or service.
-        max_bytes: What names, files and binaries of functions may take in each.
+        max_bytes: What names of kernels, and names, files and binaries of functions may take in
+            each.
 
     Returns:
-        The batches, and how many stacks have lost their frames.
+        The batches, and how many stacks have lost their frames, and kernels their names.
     """
     found, count = [], 0
     for batch in batches:
@@ -56,12 +62,54 @@ def _with_loss(batch: Batch, loss: Loss) -> Batch:
 
 
 def _limited(profile: Profile, max_bytes: int) -> tuple[Profile, int]:
+    gpu, taken_bytes, unnamed = _with_few_names(profile.gpu, max_bytes // _KERNELS_SHARE)
     sizes = _sizes_of_functions(profile)
-    if int(sizes.sum()) <= max_bytes:
-        return profile, 0
-    keeps = _kept(profile, sizes, max_bytes)
+    if unnamed:
+        profile = replace(profile, gpu=gpu)
+    if int(sizes.sum()) <= max_bytes - taken_bytes:
+        return profile, unnamed
+    keeps = _kept(profile, sizes, max_bytes - taken_bytes)
     bare = replace(profile, stacks=_without_frames(profile.stacks, keeps))
-    return bare, int(np.count_nonzero(~keeps))
+    return bare, unnamed + int(np.count_nonzero(~keeps))
+
+
+def _size(text: str) -> int:
+    return min(len(text) if text.isascii() else _MOST_BYTES_OF_ONE * len(text), _MAX_TEXT_BYTES)
+
+
+def _with_few_names(gpu: GpuProfile, max_bytes: int) -> tuple[GpuProfile, int, int]:
+    """Returns it with the names of the kernels that did most, what these take, and who has none."""
+    names = {name: number for number, name in enumerate({k.name: None for k in gpu.kernels})}
+    sizes = np.array([*map(_size, names)], np.int64)
+    if int(sizes.sum()) <= max_bytes:
+        return gpu, int(sizes.sum()), 0
+    which = np.array([names[kernel.name] for kernel in gpu.kernels], np.int64)
+    uses = np.bincount(which, _uses(gpu), len(names))
+    order = np.argsort(-uses, kind="stable")
+    taken = np.cumsum(sizes[order])
+    has_room = sizes == 0  # one without a name says why it has none
+    has_room[order[taken <= max_bytes]] = True
+    kernels = tuple(
+        kernel if has_room[number] else replace(kernel, name="", unnamed=_TOO_MANY)
+        for kernel, number in zip(gpu.kernels, which.tolist(), strict=True)
+    )
+    size_bytes = int(sizes[has_room].sum())
+    return replace(gpu, kernels=kernels), size_bytes, int(np.count_nonzero(~has_room[which]))
+
+
+def _uses(gpu: GpuProfile) -> npt.NDArray[np.float64]:
+    """Returns how much of the time, samples and calls of all kernels each has."""
+    found = np.zeros(len(gpu.kernels))
+    of_code = np.array([code.kernel for code in gpu.codes], np.int64)
+    calls = gpu.calls[gpu.calls["kernel"] != NONE]
+    for kernels, values in (
+        (gpu.times["kernel"], gpu.times["duration_ns"]),
+        (of_code[gpu.samples["code"]], gpu.samples["count"]),
+        (calls["kernel"], calls["count"]),
+    ):
+        if len(kernels):
+            np.add.at(found, kernels, values / max(float(values.sum()), 1.0))
+    return found
 
 
 def _sizes_of_functions(profile: Profile) -> I64:
@@ -74,8 +122,7 @@ def _sizes_of_functions(profile: Profile) -> I64:
         for text in texts:
             if text not in known:
                 known.add(text)
-                size = len(text) if text.isascii() else _MOST_BYTES_OF_ONE * len(text)
-                sizes[number] += min(size, _MAX_TEXT_BYTES)
+                sizes[number] += _size(text)
     return sizes
 
 

@@ -18,7 +18,7 @@ from aiflame.agent.model.profile import SPAN_DTYPE, Profile, SampleClass, StopRe
 from aiflame.agent.sinks import clickhouse, otlp, pyroscope
 from aiflame.agent.sinks.requests import RequestSink
 from bench.large import write_capture
-from device_profiles import small_device_profile
+from device_profiles import Launch, Ran, device_profile_of, small_device_profile
 from profiles import MS, Sample, profile_of, small_profile
 
 _HOSTILE, _OTHER = Labels(service="hostile"), Labels(service="web")
@@ -134,8 +134,27 @@ def test_stacks_of_launches_keep_their_names_before_others() -> None:
     assert len(counts) > 2
     # AND without any room all time is there
     ((bare,), lost) = limited([batch], 0)
-    assert not len(bare.profile.stacks.frames) and lost == len(profile.stacks)
+    named = [kernel for kernel in batch.profile.gpu.kernels if kernel.name]
+    assert not len(bare.profile.stacks.frames) and lost == len(profile.stacks) + len(named)
     assert bare.profile.samples is batch.profile.samples
+
+
+def test_kernels_that_did_most_keep_their_names() -> None:
+    # GIVEN a container that makes up names of GPU kernels, and uses one of them
+    names = [f"{number:01000x}" for number in range(5000)]
+    launches = [Launch("main;launch", name, 1000 if name == names[-1] else 1) for name in names]
+    profile = device_profile_of(launches, [Ran(names[7], 0, 90, "selected")], {})
+    batches = [*batches_of(profile, [_HOSTILE] * len(profile.processes))]
+    ((batch,), lost) = limited(batches)
+    # THEN half of the room is for these, those that are used most have it, and the stack its own
+    kept = [kernel.name for kernel in batch.profile.gpu.kernels if kernel.name]
+    assert 1000 < len(kept) < 1100 and {names[7], names[-1]} <= {*kept}
+    assert lost == len(profile.gpu.kernels) - len(kept)
+    assert np.diff(batch.profile.stacks.offsets.astype(np.int64)).tolist() == [2]
+    # AND all launches and samples are sent.
+    for sink in _sinks().values():
+        assert sum(len(_content(one.body)) for one in sink.encode([batch])) < 5 * MAX_NAME_BYTES
+    assert batch.profile.gpu.launches is batches[0].profile.gpu.launches
 
 
 @pytest.mark.parametrize("text", ["\udc80", "\U0001f525", "\x1b[31m"])
