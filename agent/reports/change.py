@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -95,7 +95,14 @@ class Change:
         return self.after - self.before
 
 
-def change(before: Side, after: Side, compared: int = 1, error: float = FALSE_ALARM) -> Change:
+def change(
+    before: Side,
+    after: Side,
+    compared: int = 1,
+    error: float = FALSE_ALARM,
+    *,
+    is_by_host: bool = False,
+) -> Change:
     """Returns how a function's share changed, and what chance leaves open.
 
     Args:
@@ -103,13 +110,16 @@ def change(before: Side, after: Side, compared: int = 1, error: float = FALSE_AL
         after: The other.
         compared: How many functions are looked at in all.
         error: Chance that any of all lower bounds is above the truth; the same for upper ones.
+        is_by_host: Groups are hosts, and not parts of their time.
     """
-    sizes = [_Size.of(side) for side in (before, after)]
-    # Of both sides, since it is of the program: a rare long wait, of a function that mostly waits
-    # for little, may be on one side only, and the other one tells nothing of its kind. With each
-    # side's own, half of all comparisons of blocked time with itself found that something grew.
-    inflation = max(size.inflation for size in sizes)
-    counts = [side.samples / inflation for side in (before, after)]
+    own = (_Size.of(before), _Size.of(after))
+    lent = (
+        own[1].lent(after, before, is_by_host=is_by_host),
+        own[0].lent(before, after, is_by_host=is_by_host),
+    )
+    sizes = [max(pair, key=lambda size: size.inflation) for pair in zip(own, lent, strict=True)]
+    samples = (before.samples, after.samples)
+    counts = [n / size.inflation for n, size in zip(samples, sizes, strict=True)]
     shares = (before.share, after.share)
     variances = [p * (1 - p) / n for p, n in zip(shares, counts, strict=True)]
     freedom = _freedom(variances, [size.groups for size in sizes])
@@ -127,6 +137,20 @@ def change(before: Side, after: Side, compared: int = 1, error: float = FALSE_AL
     )
 
 
+def with_lost(found: Change, lost: tuple[float, float]) -> Change:
+    """Returns it with bounds that hold whatever the time was of whose stack was lost.
+
+    What has no time to be named, or no room, is not what comes by chance: the rarest stacks.
+
+    Args:
+        found: Of shares of what has a stack.
+        lost: Part of each side's time that has none, 0 to 1.
+    """
+    (base, new), before, after = lost, found.before, found.after
+    low = found.low - after * new - (1 - before) * base
+    return replace(found, low=low, high=found.high + before * base + (1 - after) * new)
+
+
 @dataclass(frozen=True, slots=True)
 class _Size:
     inflation: float  # of the variance, over that of independent samples; 1 at least
@@ -142,6 +166,22 @@ class _Size:
         residual = own - p * whole
         variance = groups / (groups - 1) * float(residual @ residual) / float(whole.sum()) ** 2
         return cls(max(1.0, variance * side.samples / (p * (1 - p))), groups)
+
+    def lent(self, side: Side, to: Side, *, is_by_host: bool) -> _Size:
+        """Returns what the other side's size is by what this one's is: it is of the same program.
+
+        A rare long wait, of a function that mostly waits for little, may be on one side only, and
+        the other one tells nothing of its kind. With each side's own, half of all comparisons of
+        blocked time with itself found that something grew. How much hosts differ is no matter of
+        how many samples each has: as many of these count of each as do here.
+        """
+        inflation = self.inflation
+        if is_by_host:
+            each, each_to = (
+                one.samples / max(1, int(np.count_nonzero(one.whole))) for one in (side, to)
+            )
+            inflation = max(1.0, inflation * each_to / max(each, 1.0))
+        return _Size(inflation, self.groups)
 
 
 def _freedom(variances: list[float], groups: list[int]) -> int:
@@ -234,6 +274,16 @@ def lost_words(lost: tuple[float, float]) -> str:
     """
     base, new = (percent(round(part * 10**6), 10**6) for part in lost)
     return f"{base} of base and {new} of new"
+
+
+def lost_note(lost: tuple[float, float]) -> str:
+    """Returns the same for the line above a table; "" where none is lost."""
+    if not any(lost):
+        return ""
+    return (
+        f"; without time whose stack was lost, {lost_words(lost)}: low and high hold whatever that"
+        " was of"
+    )
 
 
 def changes_table(

@@ -23,8 +23,9 @@ from aiflame.agent.reports.change import (
     by_difference,
     change,
     changes_table,
-    lost_words,
+    lost_note,
     whose_time,
+    with_lost,
 )
 from aiflame.agent.reports.difference import side_ns
 from aiflame.agent.reports.own_code import charged_frames, functions_of, innermost_functions
@@ -91,10 +92,9 @@ class Comparison:
                 ("base", "new"), (self.of.base, self.of.new), self.samples, strict=True
             )
         )
-        lost = f"; without time whose stack was lost, {lost_words(self.lost)}"
         whole = (
             f"shares of a side's {self.of.time}, {whose_time(is_self=self.is_self)}{sure}"
-            f"{lost if any(self.lost) else ''}. {sides}"
+            f"{lost_note(self.lost)}. {sides}"
         )
         return changes_table(self.functions, limit, whole, is_sure=is_sure)
 
@@ -136,7 +136,7 @@ def compare(
         # A part of one long wait is no whole one.
         before, after = (Side(own[k][:, i], whole[k], max(1, counts[k])) for k in range(2))
         name = label_of(profile.functions[i], 0)
-        found.append(Compared(name, change(before, after, len(wanted))))
+        found.append(Compared(name, with_lost(change(before, after, len(wanted)), lost)))
     groups = (int(np.count_nonzero(whole[0])), int(np.count_nonzero(whole[1])))
     return Comparison(difference, by_difference(found), counts, groups, window_s, lost, is_self)
 

@@ -14,9 +14,10 @@ from aiflame.agent.reports.change import (
     by_difference,
     change,
     changes_table,
-    lost_words,
+    lost_note,
     refuse_too_few,
     whose_time,
+    with_lost,
 )
 from aiflame.agent.reports.table import Table
 from aiflame.agent.store.engine import Engine, Parameter
@@ -66,13 +67,12 @@ class Comparison:
             )
         )
         chance = "hosts" if self.is_by_host else "windows of time (hosts are too few)"
-        lost = f"; without time whose stack was lost, {lost_words(self.lost)}"
         return changes_table(
             self.functions,
             limit,
             f"shares of a side's {time_words}, {whose_time(is_self=is_self)}; 90 % sure: the"
             f" difference is between low and high, for all {self.considered:,} functions at once,"
-            f" as far as {chance} differ by chance{lost if any(self.lost) else ''}. {sides}",
+            f" as far as {chance} differ by chance{lost_note(self.lost)}. {sides}",
         )
 
 
@@ -111,13 +111,14 @@ def compare(
     rows = sides.functions(is_self, least_share, totals)
     own = sides.groups_of([int(row[5]) for row in rows], is_self, by_host)
     considered = int(rows[0][4]) if rows else 0
+    lost = (totals[0].lost, totals[1].lost)
     found = []
     for name, kind, *_ in rows:
         values = own.get((str(name), str(kind)), np.zeros((2, _GROUPS)))
         before, after = (Side(values[i], whole[i], samples[i]) for i in range(2))
-        found.append(Compared(str(name), change(before, after, considered)))
+        changed = change(before, after, considered, is_by_host=by_host)
+        found.append(Compared(str(name), with_lost(changed, lost)))
     hosts = (totals[0].hosts, totals[1].hosts)
-    lost = (totals[0].lost, totals[1].lost)
     return Comparison(by_difference(found), samples, hosts, considered, lost, by_host)
 
 

@@ -16,6 +16,7 @@ from aiflame.agent.reports.change import (
     refuse_too_few,
     t_quantile,
     wilson,
+    with_lost,
 )
 
 _FUNCTIONS = 30
@@ -173,6 +174,39 @@ def test_a_growth_is_found() -> None:
         found += change(*sides, compared=100).low > 0.02
     # THEN it is nearly always known to be more than 2 points
     assert found >= 45
+
+
+def test_a_growth_is_found_in_an_hour_after_a_week() -> None:
+    # GIVEN a function that grew from 20 % to 25 %, on 100 hosts that differ by 2 points, of which
+    # one side has 168 times as many samples
+    random = np.random.default_rng(8)
+    own = random.normal(0.0, 0.02, size=100)
+    sides = []
+    for mean, each in ((0.20, 168_000), (0.25, 1_000)):
+        share = np.clip(mean + own, 0, 1)
+        sides.append(Side(random.binomial(each, share) * 1.0, np.full(100, each * 1.0), 100 * each))
+    # THEN it is known to be more than 2 points, although hosts differ more than samples do
+    assert change(*sides, compared=200, is_by_host=True).low > 0.02
+    # AND half of the same hosts are still not said to have grown beside the other half
+    halves = [
+        Side(sides[0].own[part], sides[0].whole[part], 50 * 168_000)
+        for part in (slice(50), slice(50, None))
+    ]
+    assert change(*halves, compared=200, is_by_host=True).low < 0
+
+
+def test_lost_time_may_have_been_of_anything() -> None:
+    whole = np.full(40, 1_000.0)
+    sides = [Side(np.full(40, share * 1_000), whole, 40_000) for share in (0.2, 0.3)]
+    found = change(*sides)
+    assert found.low > 0.09
+    # Of base 5 % are lost: all of it may be this function's. Of new as much: none of it may be.
+    bounded = with_lost(found, (0.05, 0.05))
+    assert bounded.low == pytest.approx(found.low - 0.05 * 0.8 - 0.05 * 0.3)
+    assert bounded.high == pytest.approx(found.high + 0.05 * 0.2 + 0.05 * 0.7)
+    worst = (0.95 * 0.3) - (0.95 * 0.2 + 0.05)
+    assert bounded.difference == found.difference and bounded.low < worst
+    assert with_lost(found, (0.0, 0.0)) == found
 
 
 def test_what_was_never_there_and_what_is_everything() -> None:

@@ -936,7 +936,7 @@ def test_stacks_that_were_lost_raise_no_alarm(
     assert cli.main([*words, "--base", "version=1", "-o", str(page)]) == 0
     said = capsys.readouterr()
     assert "grew" not in said.err
-    assert "stack was lost, 20.0 % of base and 0.0 % of new." in " ".join(said.out.split())
+    assert "stack was lost, 20.0 % of base and 0.0 % of new: low and" in " ".join(said.out.split())
     rows = {row.split()[-1]: row.split()[0] for row in said.out.splitlines() if row}
     assert (rows["main"], rows["step"]) == ("100.00", "50.00")
     assert "20.0 % of base and 0.0 % of new" in page.read_text()
