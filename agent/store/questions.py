@@ -50,7 +50,8 @@ def top(engine: Engine, selector: Selector, limit: int, *, is_raw: bool = False)
         f"WITH s AS ({summed})"
         # A name is one function in whichever binary, since versions lie in other places, but
         # another one in each file of Python.
-        " SELECT fn.1 AS name, min(place) AS first, uniqExact(place) AS places,"
+        " SELECT fn.1 AS name, minIf(place, place != '') AS first,"
+        " uniqExactIf(place, place != '') AS places,"
         " sumIf(v, leaf) AS self, sum(v) AS total, count() OVER () AS functions"
         f" FROM (SELECT v, arrayJoin(arrayDistinct(arrayMap(p -> {_FUNCTION}, shown))) AS fn,"
         f" fn = arrayMap(p -> {_FUNCTION}, [shown[innermost]])[1] AS leaf,"
@@ -90,25 +91,28 @@ def _source(engine: Engine, selector: Selector) -> tuple[str, str, dict[str, Any
     if (
         is_hourly
         and not selector.labels.keys() - _HOURLY_LABELS
-        and not _has_other_hours(engine, selector)
+        and not _has_other_hours_in_samples(engine, selector)
     ):
         return "(SELECT *, hour AS t FROM stacks_1h) AS h", where, values
     return "samples", where, values
 
 
-def _has_other_hours(engine: Engine, selector: Selector) -> bool:
-    """Tells whether sums are of hours that begin within those of UTC.
+def _has_other_hours_in_samples(engine: Engine, selector: Selector) -> bool:
+    """Tells whether sums are of hours that begin within those of UTC, and samples tell it better.
 
-    An engine's hours are those of its time zone, and some zones are half an hour off.
+    An engine's hours are those of its time zone, and some zones are half an hour off. Samples are
+    kept for a sixth of the time of sums: of what is older these are all there is.
     """
     begin_s = max(0, selector.begin_s - _S_PER_HOUR)
     where, values = Selector(begin_s, selector.end_s).where()
     found = engine.query(
-        f"SELECT 1 FROM (SELECT hour AS t FROM stacks_1h) AS h WHERE {where}"
-        f" AND toUInt32(t) % {_S_PER_HOUR} != 0 LIMIT 1",
+        f"SELECT countIf(toUInt32(t) % {_S_PER_HOUR} != 0), toUInt32(min(t)),"
+        f" (SELECT toUInt32(min(t)) FROM samples WHERE {where})"
+        f" FROM (SELECT hour AS t FROM stacks_1h) AS h WHERE {where}",
         values,
     )
-    return bool(found.rows)
+    ((others, first_hour_s, first_s),) = found.rows
+    return int(others) > 0 and 0 < int(first_s) < int(first_hour_s) + _S_PER_HOUR
 
 
 def kernels(engine: Engine, selector: Selector, limit: int) -> Table:
