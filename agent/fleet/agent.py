@@ -104,6 +104,9 @@ _NEWEST_S, _NEWEST_LOOK_S = 5.0, 0.05
 _RESTART_S = 10.0
 # How often what is old is removed, and what could not be begun is tried again.
 _TIDY_S = 60.0
+# Free on a disk on which a stretch can be named: what finds no room there has another reason, as a
+# disk that is damaged, and what is kept is not to go for that. Captures of stretches have some MB.
+_ROOM_BYTES = 256_000_000
 # How often what was freed goes back to the kernel, besides after windows: it is most once the
 # stacks of all threads that there were at the start have been walked.
 _GIVE_BACK_S = 10.0
@@ -381,6 +384,7 @@ class _Agent:
         self._restart_at_s = 0.0
         self._stretch: Stretch | None = None
         self._tidied_s = time.monotonic()
+        self._kept_less_s = -_TIDY_S
         self._give_back_at_s = self._tidied_s + _GIVE_BACK_S
         self._untold_windows = 0
         self._told_ns = 0  # until when windows were told of, since the recording's start
@@ -540,7 +544,16 @@ class _Agent:
         return None
 
     def _keep_less(self) -> None:
-        """Removes half of what has been sent: each time that there is no room to name or queue."""
+        """Removes half of what has been sent, as there is no room to name or to queue.
+
+        Once for all that found none: sinks, and stretches that an earlier agent has left.
+        """
+        now_s = time.monotonic()
+        disk = os.statvfs(self._config.agent.directory)
+        free_bytes = disk.f_bavail * disk.f_frsize
+        if now_s < self._kept_less_s + _TIDY_S or free_bytes > _ROOM_BYTES:
+            return
+        self._kept_less_s = now_s
         self._drop_oldest((len(self._stretches.done(self._current)) + 1) // 2)
 
     def _drop_oldest(self, most: int) -> int:

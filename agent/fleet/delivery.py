@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from aiflame.agent.fleet.log import Log
-from aiflame.agent.limits import OUT_OF_ROOM
+from aiflame.agent.limits import OUT_OF_ROOM, is_disk_full
 from aiflame.agent.outfile import private_directory
 from aiflame.agent.sinks.requests import Request, RequestSink, SinkAway, SinkRefused
 
@@ -232,18 +232,20 @@ class Delivery:
                 was killed, nothing is done.
 
         Returns:
-            Whether there was room for all.
+            Whether the disk had room for all.
         """
         if stretch and stretch == self._queued:
             return True
         aside: list[WaitingRequest] = []
         no_room = 0
+        is_full = False
         try:
-            for one, is_written in self._written_aside(requests):
-                if is_written:
+            for one, error in self._written_aside(requests):
+                if error is None:
                     aside.append(one)
                 else:
                     no_room += one.samples
+                    is_full |= is_disk_full(error)
         except BaseException:
             with suppress(OSError):  # what it was is told
                 for one in aside:
@@ -255,10 +257,12 @@ class Delivery:
             self._note_queued(stretch)
         for one in aside:
             self._queue(one)
-        return not no_room
+        return not is_full
 
-    def _written_aside(self, requests: Iterable[Request]) -> Iterator[tuple[WaitingRequest, bool]]:
-        """Yields each request, and whether there was room for it."""
+    def _written_aside(
+        self, requests: Iterable[Request]
+    ) -> Iterator[tuple[WaitingRequest, OSError | None]]:
+        """Yields each request, and why it could not be written, None where it was."""
         for request in requests:
             with self._lock:
                 number, self._next = self._next, self._next + 1
@@ -269,16 +273,16 @@ class Delivery:
                 zlib.crc32(request.body),
                 len(request.body),
             )
-            is_written = True
+            failed = None
             try:
                 self._write(one, request.body)
             except OSError as error:
-                is_written = False
+                failed = error
                 self._log.say_seldom(
                     f"{self._sink.name} disk",
                     f"sink {self._sink.name}: cannot write {self._folder}: {error.strerror}",
                 )
-            yield one, is_written
+            yield one, failed
 
     def _note_queued(self, stretch: str) -> None:
         """From here on a stretch is queued, whenever this process ends."""

@@ -9,6 +9,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,14 +125,23 @@ def test_a_window_without_room_leaves_no_stretch(
 
 
 def test_where_there_is_no_room_to_name_half_of_what_was_sent_goes(
-    disk: _Disk, agent: _Agent
+    disk: _Disk, agent: _Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows = _minutes(6)
     for window in windows:
         agent._give(window)
         _sent(disk)
+    now_s, free = time.monotonic(), SimpleNamespace(f_bavail=10**6, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: free)
+    # GIVEN room THEN nothing goes: it was for another reason
+    agent._take_report({"no_room": True})
+    assert len(_kept(disk)) == 6
+    free.f_bavail = 10
     for left in (3, 1, 0):
-        agent._take_report({"no_room": True})
+        now_s += 60
+        monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: now_s)
+        for _ in range(3):  # each sink tells of it
+            agent._take_report({"no_room": True})
         assert _kept(disk) == [window.start_ns for window in windows[6 - left :]]
 
 
