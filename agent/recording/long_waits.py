@@ -30,7 +30,7 @@ Array = npt.NDArray[np.void]
 
 # A wait has its stack before it is long.
 _PAUSE_NS = abi.LONG_WAIT_NS // 2
-# In one sweep, 0.2 ms each: a tenth of a CPU at most. Whoever is left is first in the next.
+# In one sweep, 0.2 ms each: a tenth of a CPU at most.
 _MOST_WALKED = 250
 # Stacks that several waits share.
 _MOST_SHARED = 1 << 14
@@ -45,8 +45,9 @@ _MOST_SAVED_NS = 10 * abi.LONG_WAIT_NS
 _FIRST_WALK_NS = 200_000
 # What the latest sweep says of that, and what all before it do.
 _LATEST_SHARE = 0.2
-# Threads that are known to have a stack of a long wait.
-_MOST_KNOWN = 1 << 14
+# Threads of which a long wait is known that other waits may have the stack of, and for how long:
+# windows forget it after eight minutes (chance.EarlierStacks).
+_MOST_KNOWN, _KNOWN_NS = 1 << 14, 240 * abi.LONG_WAIT_NS
 # How often a wait is walked whose tables are not there yet.
 _MOST_TRIES = 3
 
@@ -66,7 +67,8 @@ class LongWaits:
         walked: How many were walked so far.
         thrift: How many times fewer are walked than may be, and sweeps are apart. Waits that are
             over before one have the stack of others of their thread (`chance.fill_in`). So threads
-            of which none is known are walked first.
+            of which none is known are walked first in each second sweep, and in the others, so that
+            nobody keeps others from it by new threads, who has slept longest.
     """
 
     def __init__(
@@ -89,7 +91,9 @@ class LongWaits:
         self._made = 0
         self._swept: dict[int, tuple[int, int]] = {}  # when it began, and its stack, by thread
         self._tries: dict[tuple[int, int], int] = {}  # by thread and when it began
-        self._known: OrderedDict[tuple[int, int], None] = OrderedDict()  # by thread and image
+        # When one of theirs was walked, by thread and image, the latest last.
+        self._known: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self._are_new_first = False
         self._walk_ns = float(_FIRST_WALK_NS)
         self._saved_ns, self._saved_at_ns = 0.0, time.monotonic_ns()
 
@@ -115,12 +119,15 @@ class LongWaits:
         most = _MOST_WALKED // self.thrift
         if least_ns > abi.OPEN_WAIT_NS:
             most = min(most, self._affordable(now_ns))
-        found = found[self._order(found)][:most]
-        self._sweep(found)
-        if len(found):
-            took_ns = time.thread_time_ns() - looked_ns
-            self._saved_ns -= took_ns
-            self._walk_ns += _LATEST_SHARE * (took_ns / len(found) - self._walk_ns)
+        waiting = _names(found) if self._tries else set()
+        self._tries = {name: n for name, n in self._tries.items() if name in waiting}
+        if not most or not len(found):
+            return
+        found = found[self._order(found, now_ns)][:most]
+        self._sweep(found, now_ns)
+        took_ns = time.thread_time_ns() - looked_ns
+        self._walk_ns += _LATEST_SHARE * (took_ns / len(found) - self._walk_ns)
+        self._saved_ns = max(self._saved_ns - took_ns, -self._most_saved_ns)
 
     def _looked(self, until_ns: int) -> Array:
         """Returns the threads that have slept since then, or since earlier, without a stack."""
@@ -138,32 +145,38 @@ class LongWaits:
         if self.thrift == 1:
             self._saved_ns, self._saved_at_ns = 0.0, now_ns
             return _MOST_WALKED
+        most_ns = self._most_saved_ns
         gained_ns = (now_ns - self._saved_at_ns) / (_TIMES_APART * self.thrift)
-        most_ns = _MOST_SAVED_NS / (_TIMES_APART * self.thrift)
         self._saved_ns, self._saved_at_ns = min(self._saved_ns + gained_ns, most_ns), now_ns
-        return max(int(self._saved_ns / self._walk_ns), 0)
+        # One in any case where no more can be saved up: however long a walk takes.
+        return max(int(self._saved_ns / self._walk_ns), int(self._saved_ns >= most_ns))
 
-    def _order(self, found: Array) -> npt.NDArray[np.intp]:
-        """Returns in which order to walk: who has no stack yet first, then the longest."""
+    @property
+    def _most_saved_ns(self) -> float:
+        return _MOST_SAVED_NS / (_TIMES_APART * self.thrift)
+
+    def _order(self, found: Array, now_ns: int) -> npt.NDArray[np.intp]:
+        """Returns in which order to walk: the longest first, each second time the unknown first."""
+        self._are_new_first = not self._are_new_first
+        if not self._are_new_first:
+            return np.argsort(found["switched_ns"], kind="stable")
+        least_ns = now_ns - _KNOWN_NS
         threads = found[["tid", "image"]].tolist()
-        known = np.fromiter((thread in self._known for thread in threads), bool, len(found))
-        order: npt.NDArray[np.intp] = np.lexsort((found["switched_ns"], known))
+        is_known = np.fromiter(
+            (self._known.get(thread, 0) > least_ns for thread in threads), bool, len(found)
+        )
+        order: npt.NDArray[np.intp] = np.lexsort((found["switched_ns"], is_known))
         return order
 
-    def _sweep(self, found: Array) -> None:
-        if not len(found):
-            self._tries.clear()
-            return
+    def _sweep(self, found: Array, now_ns: int) -> None:
         sleepers = self._walk_all(found)
-        tries: dict[tuple[int, int], int] = {}
         for record, sleeper in zip(found, sleepers, strict=True):
             name = sleeper.tid, int(record["switched_ns"])
-            tries[name] = self._tries.get(name, 0) + 1
+            tries = self._tries[name] = self._tries.get(name, 0) + 1
             is_possible = self._walks.are_possible
-            if is_possible and sleeper.walked is None and tries[name] < _MOST_TRIES:
+            if is_possible and sleeper.walked is None and tries < _MOST_TRIES:
                 continue
-            self._keep(record, sleeper)
-        self._tries = tries
+            self._keep(record, sleeper, now_ns)
         self._walks.forget()
 
     def _walk_all(self, found: Array) -> list[Sleeper]:
@@ -187,7 +200,7 @@ class LongWaits:
         run(self._walks.walk(sleepers))
         return sleepers
 
-    def _keep(self, record: np.void, sleeper: Sleeper) -> None:
+    def _keep(self, record: np.void, sleeper: Sleeper, now_ns: int) -> None:
         """Tells the kernel half, and windows, what the stack of a wait is."""
         image = self._table.image(sleeper.pid, sleeper.image)
         kernel = record["kernel"][: max(int(record["kernel_bytes"]), 0) // 8].tolist()
@@ -215,7 +228,7 @@ class LongWaits:
         except OSError:  # the map is full: the wait stays without a stack
             return
         self._swept[sleeper.tid] = int(record["switched_ns"]), stack
-        self._known[sleeper.tid, sleeper.image] = None
+        self._known[sleeper.tid, sleeper.image] = now_ns
         self._known.move_to_end((sleeper.tid, sleeper.image))
         if len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
@@ -243,3 +256,8 @@ class LongWaits:
             if self._swept[tid][0] == switched_ns:
                 del self._swept[tid]
                 self._programs.swept_stacks.delete(tid.to_bytes(4, "little"))
+
+
+def _names(found: Array) -> set[tuple[int, int]]:
+    """Returns what tells waits apart: of which thread one is, and when it began."""
+    return {*found[["tid", "switched_ns"]].tolist()}

@@ -76,19 +76,50 @@ def test_between_windows_those_are_walked_that_may_be_long_before_the_next_sweep
     assert sorted(walks.asked) == [1, 2, 3]
 
 
-def test_threads_without_any_stack_are_walked_before_those_whose_waits_have_one(
+def test_threads_without_any_stack_and_the_longest_waits_take_turns(
     waits: LongWaits, walks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # GIVEN two threads of which a long wait was walked
     waits.poll()
-    # WHEN they wait again, and so does a new one, where one may be walked
+    # WHEN they wait again, and so do new ones, where one may be walked at a time
     monkeypatch.setattr(
         long_waits, "swept_threads", lambda _: _swept({2: 900, 3: 5_000, 4: 600, 5: 700})
     )
     walks.asked.clear()
     waits.thrift = 250
+    for _ in range(4):
+        waits.sweep()
+    # THEN nobody keeps others from it: neither new threads nor those that have always been there
+    assert walks.asked == [3, 5, 3, 4]
+    # AND what was known long ago is known no more.
+    walks.asked.clear()
+    now_ns = time.monotonic_ns() + 300_000 * _MS
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
     waits.sweep()
-    assert walks.asked == [5]
+    waits.sweep()
+    assert walks.asked == [3, 2]
+
+
+def test_a_wait_whose_walk_fails_has_what_is_known_after_some_tries(
+    waits: LongWaits, walks: Any, taken_ns: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a process whose tables are being built, and time for a walk now and then
+    walks.are_possible = True
+    taken_ns["walk"] = 20 * _MS
+    waits.thrift = 4
+    now_ns = time.monotonic_ns()
+    begun_ns = now_ns - 5_000 * _MS
+    found = _swept({7: 0})
+    found["switched_ns"] = begun_ns
+    monkeypatch.setattr(long_waits, "swept_threads", lambda _: found)
+    # WHEN it sleeps on for a minute
+    for _ in range(120):
+        now_ns += 500 * _MS
+        monkeypatch.setattr(time, "monotonic_ns", lambda ns=now_ns: ns)
+        waits.poll()
+    # THEN looks without a walk between its tries are none of these
+    assert waits.walked > 0
+    assert len(walks.asked) >= 3
 
 
 @pytest.fixture
@@ -141,6 +172,24 @@ def test_who_is_thrifty_walks_as_many_as_it_has_time_for(
         waits.poll()
     # THEN twelve are walked in that, or a few more as what they take was learned.
     assert 10 <= len(walks.asked) <= 16
+
+
+def test_what_the_ends_of_windows_take_is_owed_for_seconds_only(
+    waits: LongWaits, walks: Any, taken_ns: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a hundred windows that ended, each of which took more than was saved up
+    taken_ns["walk"] = 25 * _MS
+    waits.thrift = 4
+    for _ in range(100):
+        waits.sweep()
+    walks.asked.clear()
+    # WHEN there is a look each half second THEN walks are made again within half a minute
+    now_ns = time.monotonic_ns()
+    for _ in range(60):
+        now_ns += 500 * _MS
+        monkeypatch.setattr(time, "monotonic_ns", lambda ns=now_ns: ns)
+        waits.poll()
+    assert walks.asked
 
 
 def test_looks_that_take_little_are_as_close_as_may_be(
