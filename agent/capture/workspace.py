@@ -212,15 +212,18 @@ class Unfinished:
         """How large it is."""
         return _size_bytes(self.directory)
 
-    def take(self) -> Workspace:
+    def take(self, *, waits: bool = True) -> Workspace:
         """Returns it locked, to be kept unless it is finished.
 
+        Args:
+            waits: For others that look at what is left.
+
         Raises:
-            AiflameError: Somebody else has taken it, or finished it.
+            AiflameError: Somebody else has taken it, or finished it, or is at one beside it.
         """
         try:
             with contextlib.ExitStack() as parts:
-                with _locked(self.directory.parent):
+                with _locked(self.directory.parent, waits=waits):
                     lock = _lock(self.directory)
                 parts.callback(os.close, lock)
                 # As who had it before has left it: published, for instance, or gone.
@@ -267,25 +270,40 @@ def held() -> list[Unfinished]:
     return _found(_held_in)
 
 
-def _found(look: Callable[[Path], Iterable[Unfinished]]) -> list[Unfinished]:
+def _found(look: Callable[[Path], Iterable[Unfinished]], *, waits: bool = True) -> list[Unfinished]:
     found: list[Unfinished] = []
     for candidate in _candidates():
         # Not even looked into where others could have put something.
         parent = _own(candidate) if candidate.is_dir() else None
         if parent is not None:
             # Of two who look at once, each would see the other's locks as those of recordings.
-            with _locked(parent):
+            with _locked(parent, waits=waits):
                 found += look(parent)
     return sorted(found, key=lambda left: left.name)
 
 
 def discard_below(folder: Path) -> None:
-    """Removes what killed recordings have left whose captures were to go below a folder."""
-    folder = folder.resolve()
-    for left in unfinished():
-        if left.destination.path.resolve().is_relative_to(folder):
-            with contextlib.suppress(AiflameError), left.take() as taken:  # or somebody else has it
+    """Removes what killed recordings have left whose captures were to go below a folder.
+
+    Whoever calls this serves others: nobody is waited for who is looking at what is left.
+
+    Args:
+        folder: Its owner alone can write to it and above. Links on the way to a destination are
+            not followed: they may be others by now.
+
+    Raises:
+        OSError: It cannot be looked at now.
+    """
+    names = (_without_dots(folder), folder.resolve())
+    for left in _found(_left_in, waits=False):
+        path = _without_dots(left.destination.path)
+        if any(path.is_relative_to(name) for name in names):
+            with contextlib.suppress(AiflameError), left.take(waits=False) as taken:
                 taken.is_kept = False
+
+
+def _without_dots(path: Path) -> Path:
+    return Path(os.path.abspath(path))  # noqa: PTH100 - links are not followed
 
 
 def running(path: Path) -> Path | None:
@@ -305,9 +323,11 @@ def _left_in(parent: Path) -> Iterator[Unfinished]:
             continue  # it runs
         try:
             destination = _destination_of(directory)
-        except _NO_DESTINATION:
-            # Killed at its very start, or while it was removed.
-            shutil.rmtree(directory, ignore_errors=True)
+        except _NO_DESTINATION as error:
+            # Killed at its very start, or while it was removed; else it is only that it cannot be
+            # read now, as where descriptors have run out.
+            if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
+                shutil.rmtree(directory, ignore_errors=True)
         else:
             yield Unfinished(directory, destination)
         finally:
@@ -374,10 +394,10 @@ def _is_locked(directory: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(parent: Path) -> Iterator[None]:
+def _locked(parent: Path, *, waits: bool = True) -> Iterator[None]:
     descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(descriptor)

@@ -9,10 +9,12 @@ as the agent's own it would thin what is recorded of the whole host, for minutes
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from aiflame.agent.processes import procfs
 
@@ -22,6 +24,8 @@ _NS_PER_S = 1_000_000_000
 
 class CaptureProcesses:
     """The processes that make captures, told apart from all others that this process has begun.
+
+    Each leads a process group. Where one is killed, its group is.
 
     They are begun and waited for here alone: what one has used counts among all children from the
     moment that it is waited for, and whoever looks at that moment must not take it for others'.
@@ -59,9 +63,14 @@ class CaptureProcesses:
         return None
 
     def _look(self, process: subprocess.Popen[bytes]) -> float | None:
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if not pid:
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
             return None
+        if ended.si_code != os.CLD_EXITED:  # what it has begun goes on
+            with suppress(ProcessLookupError):
+                # Until it is waited for, no other group can have its number.
+                os.killpg(process.pid, signal.SIGKILL)
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         process.returncode = os.waitstatus_to_exitcode(status)
         del self._running[pid]
         took_s = usage.ru_utime + usage.ru_stime

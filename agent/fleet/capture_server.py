@@ -153,8 +153,8 @@ class CaptureServer:
         if took_s is None:
             return
         # By itself it ends otherwise.
-        if running.process.returncode < 0:  # it has removed nothing, and what it has begun goes on
-            _kill_group(running.process.pid)
+        if running.process.returncode < 0:  # it has removed nothing
+            _await_end_of_group(running.process.pid)
             discard_left(self._config.agent.directory)
         is_killed = running.process.returncode == -signal.SIGKILL and not is_told_to_end
         how = "killed, as where memory runs out" if is_killed else "over"
@@ -282,12 +282,12 @@ class CaptureEndpoint:
             self._server.close()
 
 
-def _kill_group(group: int) -> None:
-    """Kills a process group, and waits until it has ended: it has locks until then."""
+def _await_end_of_group(group: int) -> None:
+    """Waits until a process group that was killed has ended: it has locks until then."""
     until_s = time.monotonic() + _ENDING_S
-    with suppress(ProcessLookupError):
+    with suppress(OSError):
         while time.monotonic() < until_s:
-            os.killpg(group, signal.SIGKILL)
+            os.killpg(group, 0)
             time.sleep(_GROUP_LOOK_S)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiflame.agent.capture import workspace
 from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet import capture_server
 from aiflame.agent.fleet.capture_processes import CaptureProcesses
@@ -61,6 +62,12 @@ alive.communicate(b"\\n")
 """
 _PATIENCE_S = 20.0
 _REQUEST = CaptureRequest(is_all=True, last_ns=10**9)
+
+
+@pytest.fixture(autouse=True)
+def _recordings_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that killed recordings have left on this machine are somebody's."""
+    monkeypatch.setattr(workspace, "_candidates", lambda: [tmp_path / "lib"])
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -181,9 +182,43 @@ def test_what_was_to_go_below_a_folder_is_discarded(tmp_path: Path) -> None:
             pass
         left.directory.rename(left.directory.with_name(str(number)))  # they are of one second
     with Workspace.create(_destination(folder / "tmp3" / "a")) as made:
-        discard_below(folder)
+        discard_below(tmp_path / "link")
         assert [left.destination.path for left in unfinished()] == [wanted]
         assert made.directory.exists()
+
+
+def test_what_is_discarded_is_not_told_by_links(tmp_path: Path, candidates: list[Path]) -> None:
+    # GIVEN a killed recording of somebody else, whose folder became a link to the agent's
+    folder = tmp_path / "capture"
+    folder.mkdir()
+    with _killed(tmp_path / "users" / "out") as left:
+        pass
+    (tmp_path / "users").symlink_to(folder)
+    discard_below(folder)
+    assert [one.directory for one in unfinished()] == [left.directory]
+
+
+def test_who_discards_waits_for_nobody(tmp_path: Path, candidates: list[Path]) -> None:
+    with _killed(tmp_path / "capture" / "a"):
+        pass
+    with workspace._locked(candidates[0] / _RECORDINGS), pytest.raises(BlockingIOError):
+        discard_below(tmp_path / "capture")
+    assert len(unfinished()) == 1
+
+
+def test_what_cannot_be_read_for_a_moment_is_kept(
+    tmp_path: Path, candidates: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _killed(tmp_path / "a"):
+        pass
+
+    def fails(_: Path) -> Destination:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workspace, "_destination_of", fails)
+        assert unfinished() == []
+    assert [one.destination.path for one in unfinished()] == [tmp_path / "a"]
 
 
 def test_abort_removes_it(tmp_path: Path, candidates: list[Path]) -> None:
