@@ -139,8 +139,10 @@ def _check(config: AgentConfig) -> int:
     for name, settings in config.sinks.items():
         with refusals.taken():
             sink_module(name).check(settings)
-    with refusals.taken():
+    try:
         health.check(config.agent)
+    except UsageError as error:  # an agent records without its endpoint, and tries again
+        sys.stderr.write(f"warning: {error}: no health endpoint until it can be read\n")
     with refusals.taken():
         _refuse_unfit("directory", config.agent.directory, refuse_shared_directory)
     if config.agent.gpu_helper_directory is not None:

@@ -171,7 +171,10 @@ class _Job:
             raise AiflameError(f"what is on disk cannot be read: {error}") from error
         if written_ns < lengths_ns:
             missing_s = (lengths_ns - written_ns) / 1e9
-            self._say(f"note: the oldest {missing_s:.0f} s were removed meanwhile (`keep`)")
+            self._say(
+                f"note: the oldest {missing_s:.0f} s were removed meanwhile (by `keep`, or as the"
+                " disk is full)"
+            )
         return choice, {
             **({} if self._request.is_all else {f"{FACT_PREFIX}{LOSSES_FACT}": OF_HOST}),
             "recorder_cpu_ns": cpu_ns,

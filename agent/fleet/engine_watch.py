@@ -73,7 +73,7 @@ class EngineWatch:
         self._lock = threading.Lock()
         self._watched: dict[int, Path] = {}
         self._of_containers: OrderedDict[Path, int] = OrderedDict()
-        # Of docker's files: what tells another one.
+        # Of docker's files, by path: what tells another one.
         self._versions: OrderedDict[str, tuple[int, int]] = OrderedDict()
         # Of containers whose labels are to be looked for: after how many times, and when.
         self._unlabelled: dict[str, tuple[int, float]] = {}
@@ -104,24 +104,24 @@ class EngineWatch:
             ids: 64 hex digits each.
         """
         wanted = [*ids]
-        for key, path in docker_files(wanted, self._root):
-            self._read_again(key, path)
+        for path in docker_files(wanted, self._root):
+            self._read_again(path)
         return {key: facts.name for key, facts in self._held_of(wanted).items()}
 
-    def _read_again(self, key: str, path: str) -> None:
+    def _read_again(self, path: str) -> None:
         """Reads docker's file of a container, which a change replaces by another one."""
         try:
             found = os.stat(path)  # noqa: PTH116 - of each container, with each window
         except OSError:  # it is podman's, or gone
             return
         version = (found.st_ino, found.st_mtime_ns)
-        if self._versions.get(key) == version:
+        if self._versions.get(path) == version:
             return
         facts = facts_in(Path(path))
         if facts:  # else it is damaged, and is tried again
             self._keep(facts)
-            self._versions[key] = version
-            self._versions.move_to_end(key)
+            self._versions[path] = version
+            self._versions.move_to_end(path)
             if len(self._versions) > _MAX_KNOWN:
                 self._versions.popitem(last=False)
 

@@ -127,8 +127,8 @@ def _facts(ids: Iterable[str], root: Path) -> dict[str, EngineFacts]:
     return found
 
 
-def docker_files(ids: Iterable[str], root: Path = Path("/")) -> Iterator[tuple[str, str]]:
-    """Yields containers with the path of the file that docker has of one, if it has.
+def docker_files(ids: Iterable[str], root: Path = Path("/")) -> Iterator[str]:
+    """Yields the paths of the files that docker has of containers, if it has one.
 
     Args:
         ids: 64 hex digits each.
@@ -137,7 +137,7 @@ def docker_files(ids: Iterable[str], root: Path = Path("/")) -> Iterator[tuple[s
     wanted = [each for each in ids if _ID.fullmatch(each)]
     for folder in _docker_folders(root) if wanted else ():
         if _is_directory(folder):
-            yield from ((each, f"{folder}/{each}/{DOCKER_STATE}") for each in wanted)
+            yield from (f"{folder}/{each}/{DOCKER_STATE}" for each in wanted)
 
 
 def facts_in(path: Path) -> dict[str, EngineFacts]:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.limits import is_disk_full
@@ -50,6 +53,12 @@ class Settings:
     )
 
 
+class _File(NamedTuple):
+    name: str
+    size_bytes: int
+    modified_s: float
+
+
 class CaptureFiles:
     """The files of one directory.
 
@@ -84,13 +93,17 @@ class CaptureFiles:
         path = self._settings.directory / f"{self._prefix}{when}{_ENDING}"
         with suppress(OSError):  # it is there, or writing says why it cannot be
             self._settings.directory.mkdir(mode=0o700)
-        left = self._make_room(capture.stat().st_size)
+        size_bytes = capture.stat().st_size
+        left = self._make_room(size_bytes)
         while True:
             error = self._why_not_copied(capture, path)
             if error is None:
                 return path
-            # The newest is wanted, also where the disk has less room than `max_size` says.
-            if not (is_disk_full(error) and left and self._remove(left.pop(0))):
+            # The newest is wanted, also where the disk has less room than `max_size` says. Unless
+            # all that is here would not make enough.
+            if not (is_disk_full(error) and self._may_have_room(size_bytes, left)):
+                raise error
+            if not self._remove(left.pop(0).name):
                 raise error
 
     def _why_not_copied(self, capture: Path, path: Path) -> AiflameError | None:
@@ -102,31 +115,44 @@ class CaptureFiles:
             return error
         return None
 
-    def _make_room(self, size_bytes: int) -> list[str]:
+    def _may_have_room(self, size_bytes: int, left: Sequence[_File]) -> bool:
+        try:
+            disk = os.statvfs(self._settings.directory)
+        except OSError:
+            return False
+        free_bytes = disk.f_bavail * disk.f_frsize
+        return bool(left) and free_bytes + sum(file.size_bytes for file in left) > size_bytes
+
+    def _make_room(self, size_bytes: int) -> list[_File]:
         """Removes what is too old, and the oldest until there is room for a new one.
 
         Returns:
-            The names of those that stay, the oldest first.
+            Those that stay, the oldest first.
         """
         found = []
-        unfinished_s = time.time() - _UNFINISHED_S
         with suppress(OSError), os.scandir(self._settings.directory) as entries:
             for entry in entries:
-                if not entry.is_file(follow_symlinks=False):
+                # Other hosts' are left alone, and not even looked at: there may be thousands.
+                is_whole = self._ours.fullmatch(entry.name) is not None
+                if not (is_whole or self._unfinished.fullmatch(entry.name)):
                     continue
-                facts = entry.stat(follow_symlinks=False)
-                if self._ours.fullmatch(entry.name):
-                    found.append((entry.name, facts.st_size, facts.st_mtime))
-                elif self._unfinished.fullmatch(entry.name) and facts.st_mtime < unfinished_s:
-                    self._remove(entry.name)
-        room = self._settings.max_size - size_bytes - sum(size for _, size, _ in found)
+                with suppress(OSError):  # it has gone
+                    facts = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISREG(facts.st_mode):
+                        continue
+                    if is_whole:
+                        found.append(_File(entry.name, facts.st_size, facts.st_mtime))
+                    elif facts.st_mtime < time.time() - _UNFINISHED_S:
+                        self._remove(entry.name)
+        room = self._settings.max_size - size_bytes - sum(file.size_bytes for file in found)
         oldest_s = time.time() - self._settings.max_age
         left = []
-        for name, size, modified_s in sorted(found):
-            if (room >= 0 and modified_s >= oldest_s) or not self._remove(name):
-                left.append(name)
+        for file in sorted(found, key=lambda file: file.name):
+            is_wanted = room >= 0 and file.modified_s >= oldest_s
+            if is_wanted or not self._remove(file.name):
+                left.append(file)
             else:
-                room += size
+                room += file.size_bytes
         return left
 
     def _remove(self, name: str) -> bool:

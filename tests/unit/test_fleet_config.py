@@ -282,12 +282,9 @@ def test_the_check_prints_what_it_read_and_ends_with_0_or_2(
         ('directory = "{folder}/closed"', ""),
         ('directory = "{folder}/a/b/c"', ""),
         ('gpu_helper_directory = "{folder}/helpers"', ""),
-        ('health_cert_file = "{folder}/file"', "health_cert_file: [SSL"),
-        ('health_cert_file = "{folder}/none"', "health_cert_file: [Errno 2] No such file"),
-        ('health = ""\nhealth_cert_file = "{folder}/none"', ""),
     ],
 )
-def test_the_check_refuses_files_and_directories_with_which_no_agent_starts(
+def test_the_check_refuses_directories_with_which_no_agent_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
     (tmp_path / "file").touch()
@@ -300,6 +297,26 @@ def test_the_check_refuses_files_and_directories_with_which_no_agent_starts(
     assert main(["agent", "--config", str(path), "--check-config"]) == (2 if said else 0)
     assert said.format(folder=tmp_path) in capsys.readouterr().err
     assert {*tmp_path.rglob("*")} == before  # it only looks
+
+
+@pytest.mark.parametrize(
+    ("health", "file", "said"),
+    [
+        ("127.0.0.1:7575", "file", "warning: health_cert_file: [SSL"),
+        ("127.0.0.1:7575", "none", "warning: health_cert_file: [Errno 2] No such file"),
+        ("", "none", ""),
+    ],
+)
+def test_the_check_warns_of_a_certificate_without_which_there_is_no_endpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], health: str, file: str, said: str
+) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "agent.toml"
+    path.write_text(f'health = "{health}"\nhealth_cert_file = "{tmp_path / file}"')
+    # It is no reason not to record: a unit that checks before it starts would not.
+    assert main(["agent", "--config", str(path), "--check-config"]) == 0
+    assert said in (told := capsys.readouterr().err)
+    assert said or not told
 
 
 def test_what_is_handed_on_is_the_same(tmp_path: Path) -> None:

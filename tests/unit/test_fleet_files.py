@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import BinaryIO
 
 import pytest
@@ -150,6 +151,23 @@ def test_on_a_full_disk_the_newest_captures_stay(
     (folder / "of-others").write_bytes(bytes(5000))
     with pytest.raises(AiflameError, match="no space left"):
         sink.put(_capture(tmp_path), _NOW_NS + 9 * _S)
+
+
+def test_captures_stay_where_all_of_them_have_less_room_than_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "captures"
+    sink = _sink(folder, max_size=10**6)
+    kept = [sink.put(_capture(tmp_path), _NOW_NS + number * _S) for number in range(3)]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(outfile, "_fill", full)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=512))
+    with pytest.raises(AiflameError, match="no space left"):
+        sink.put(_capture(tmp_path, 4000), _NOW_NS + 9 * _S)
+    assert sorted(folder.iterdir()) == kept
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])
