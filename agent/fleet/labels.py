@@ -35,7 +35,16 @@ from aiflame.agent.fleet.pods import Pod, PodContainer, PodList, Tags
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Process
 from aiflame.agent.processes.container_names import EngineFacts, facts_of
-from aiflame.agent.processes.identity import Container, Engine, Identity, identity_of
+from aiflame.agent.processes.identity import (
+    ABOVE,
+    ENGINE_UNITS,
+    USER_SLICE,
+    Container,
+    Identity,
+    identity_of,
+    is_made_by_engine,
+    whole_path,
+)
 
 # How long what is known of a container outlives its last process: its samples come later, and so do
 # those who ask.
@@ -63,18 +72,7 @@ _MAX_SERVICES_OF_USER, _MAX_SERVICES = 64, 256
 # characters. They take 12 MB at most.
 _MAX_GROUPS, _MAX_GROUP_CHARACTERS = 8192, 512
 
-_ABOVE = re.compile(r"(?:/\.\.)+(?=/|\Z)")
-_USER = re.compile(r"/user\.slice/user-(\d{1,10})\.slice(?=/|\Z)")
 _KUBE_PATH = re.compile(r"[/-]kubepods(?=[./-]|\Z)")
-# Units that run containers in cgroups below their own.
-_ENGINE_UNITS = frozenset(
-    f"{name}.service"
-    for name in (
-        *("containerd", "docker", "crio", "cri-docker", "kubelet", "podman", "buildkit"),
-        *("k3s", "k3s-agent", "rke2-server", "rke2-agent", "k0scontroller", "k0sworker"),
-        *("snap.docker.dockerd", "snap.microk8s.daemon-containerd", "lxc", "lxd", "incus"),
-    )
-)
 _SHORT_ID_CHARACTERS = 12
 # Units that systemd, engines and desktops make under names that never come again: each kind is one
 # service. Sources: systemd-run(1) and src/run/run.c, logind's session names, sd_bus activation,
@@ -372,7 +370,7 @@ class Labeller:
         """Looks for containers as soon as one is seen, so that they are known when labels are."""
         now_s = self._clock_s()
         self._take_list(now_s)
-        paths = {path if path in self._groups else _whole(path) for path in cgroups}
+        paths = {path if path in self._groups else whole_path(path) for path in cgroups}
         self._expect(paths, now_s)
         inside = {path for path in paths if self._is_in_node(path)}
         if inside:  # which is known now
@@ -383,7 +381,7 @@ class Labeller:
         missing, named = [], []
         for path in paths:
             group = self._groups.get(path)
-            user = None if group is not None else _USER.match(path)
+            user = None if group is not None else USER_SLICE.match(path)
             if user is not None:
                 self._expect_of_user(int(user[1]), path, now_s)
                 continue
@@ -424,7 +422,7 @@ class Labeller:
             return None
         outermost = identity.containers[0]
         known = self._known.get(outermost.id)
-        if not _is_made_by_engine(outermost, identity):
+        if not is_made_by_engine(outermost, identity):
             if known is None or not isinstance(known.facts, EngineFacts):
                 return None
             return outermost if known.of_service == outermost.path else None
@@ -438,7 +436,7 @@ class Labeller:
         return inner if is_told or inner.id in self._list.containers else outermost
 
     def _is_in_node(self, path: str) -> bool:
-        if path in self._groups or _USER.match(path):
+        if path in self._groups or USER_SLICE.match(path):
             return False
         trusted = self._trusted(path)
         return trusted is not None and not _is_outermost(trusted, path)
@@ -530,8 +528,8 @@ class Labeller:
             self._known.popitem(last=False)
 
     def _subject(self, process: Process) -> Subject:
-        path = _whole(process.cgroup)
-        user = _USER.match(path)
+        path = whole_path(process.cgroup)
+        user = USER_SLICE.match(path)
         if user is not None:
             return Subject(self._of_user(int(user[1]), path, process))
         container = self._trusted(path)
@@ -679,12 +677,6 @@ def plain(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
-def _whole(path: str) -> str:
-    """Returns a path without what stands for groups above the reader's cgroup namespace."""
-    above = _ABOVE.match(path)
-    return path if above is None else path[above.end() :]
-
-
 def _in_group(cgroup: str) -> Process:
     """Returns a process of which nothing else is known."""
     return Process(0, 0, "", "", "", cgroup, "", 0, None)
@@ -692,13 +684,13 @@ def _in_group(cgroup: str) -> Process:
 
 def _group(path: str) -> _Group | None:
     """Returns what is kept of a cgroup; None where more than its path tells whose it is."""
-    if len(path) > _MAX_GROUP_CHARACTERS or _ABOVE.match(path) or _USER.match(path):
+    if len(path) > _MAX_GROUP_CHARACTERS or ABOVE.match(path) or USER_SLICE.match(path):
         return None
     identity = identity_of(path)
     if not identity.containers:
         return _Group(None, bool(identity.units))
     (outermost, *inner) = identity.containers
-    if inner or not outermost.id or not _is_made_by_engine(outermost, identity):
+    if inner or not outermost.id or not is_made_by_engine(outermost, identity):
         return None
     return _Group(outermost, False)
 
@@ -724,7 +716,7 @@ def _in_node(identity: Identity) -> Container | None:
     inside = [unit for unit in above if unit.path.startswith(f"{node.path}/")]
     if not inner.id or not _is_of_kubelet(inner.path[len(node.path) :]):
         return None
-    return inner if all(unit.name in _ENGINE_UNITS for unit in inside) else None
+    return inner if all(unit.name in ENGINE_UNITS for unit in inside) else None
 
 
 def _of_rootless(path: str) -> Container | None:
@@ -734,14 +726,6 @@ def _of_rootless(path: str) -> Container | None:
 
 def _key_of_user(uid: int, container_id: str) -> str:
     return f"user-{uid}/{container_id}"
-
-
-def _is_made_by_engine(container: Container, identity: Identity) -> bool:
-    above = [unit for unit in identity.units if container.path.startswith(f"{unit.path}/")]
-    if container.engine is Engine.NSPAWN:
-        # Its group is in a unit that is named after it.
-        return len(above) == 1
-    return all(unit.name in _ENGINE_UNITS for unit in above)
 
 
 def _lasting(unit: str) -> tuple[str, str]:

@@ -29,6 +29,19 @@ _CACHED_PATHS = 256
 # What the kernel appends to the path of a process whose cgroup was removed (same function).
 REMOVED = " (deleted)"
 
+# What stands for groups above the reader's cgroup namespace (cgroup_namespaces(7)).
+ABOVE = re.compile(r"(?:/\.\.)+(?=/|\Z)")
+# A user's own, with its uid; all below it may be made by that user.
+USER_SLICE = re.compile(r"/user\.slice/user-(\d{1,10})\.slice(?=/|\Z)")
+# Units that run containers in cgroups below their own.
+ENGINE_UNITS = frozenset(
+    f"{name}.service"
+    for name in (
+        *("containerd", "docker", "crio", "cri-docker", "kubelet", "podman", "buildkit"),
+        *("k3s", "k3s-agent", "rke2-server", "rke2-agent", "k0scontroller", "k0sworker"),
+        *("snap.docker.dockerd", "snap.microk8s.daemon-containerd", "lxc", "lxd", "incus"),
+    )
+)
 _COMPONENT = re.compile(r"[^/]+")
 # All engines that speak OCI give containers 64 hex digits; containerd joins with colons where its
 # own cgroup driver meets names that were made for systemd's.
@@ -242,3 +255,23 @@ def _nspawn(unit: str, path: str) -> Container | None:
         return None
     name = _UNIT_ESCAPE.sub(lambda code: chr(int(code[1], 16)), found[1] or found[2])
     return Container("", name, Engine.NSPAWN, path) if _MACHINE_NAME.fullmatch(name) else None
+
+
+def whole_path(path: str) -> str:
+    """Returns a path without what stands for groups above the reader's cgroup namespace."""
+    above = ABOVE.match(path)
+    return path if above is None else path[above.end() :]
+
+
+def is_made_by_engine(container: Container, identity: Identity) -> bool:
+    """Whether an engine named a container's cgroup, and not a service that one is delegated to.
+
+    Args:
+        container: On no path of a user's.
+        identity: What else its path tells.
+    """
+    above = [unit for unit in identity.units if container.path.startswith(f"{unit.path}/")]
+    if container.engine is Engine.NSPAWN:
+        # Its group is in a unit that is named after it.
+        return len(above) == 1
+    return all(unit.name in ENGINE_UNITS for unit in above)

@@ -7,21 +7,23 @@ Whoever has less than a fair share keeps all, and what these leave is divided am
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.window import NONE, Rows
-from aiflame.agent.processes.identity import identity_of
+from aiflame.agent.processes.identity import (
+    USER_SLICE,
+    identity_of,
+    is_made_by_engine,
+    whole_path,
+)
 
 I64 = npt.NDArray[np.int64]
 
 # Windows of a host with 500 pods mention some 1,500 cgroups each: as many take 5 MB at most.
 _CACHED_PATHS, _MAX_CACHED_CHARACTERS = 4096, 512
-
-_USER = re.compile(r"/user\.slice/user-\d{1,10}\.slice(?=/|\Z)")
 
 
 def owners_of(processes: npt.NDArray[Any], facts: Mapping[str, Rows], texts: Sequence[str]) -> I64:
@@ -55,13 +57,15 @@ def owner_of(cgroup: str) -> str:
 
 
 def _owner_of(cgroup: str) -> str:
-    user = _USER.match(cgroup)
+    path = whole_path(cgroup)
+    user = USER_SLICE.match(path)
     if user is not None:
         return user[0]
-    identity = identity_of(cgroup)
-    paths = [each.path for each in identity.containers]
-    paths += [each.path for each in identity.units]
-    return paths[0] if paths else cgroup
+    identity = identity_of(path)
+    # Below a service that may make groups, names of containers are its own to give.
+    paths = [one.path for one in identity.containers[:1] if is_made_by_engine(one, identity)]
+    paths += [unit.path for unit in identity.units]
+    return paths[0] if paths else path
 
 
 _short_owner_of = functools.lru_cache(_CACHED_PATHS)(_owner_of)

@@ -33,8 +33,8 @@ _DIVIDED = NAMED_AT_ONCE // 2
 F64 = npt.NDArray[np.float64]
 
 
-def by_importance(window: Window) -> npt.NDArray[np.int64]:
-    """Returns the order of a window's stacks: by what would be lost without each.
+def by_importance(window: Window, is_named: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Returns the order of a window's stacks without names: by what would be lost without each.
 
     That is the sum of three shares: of the time on the CPU, of the waits, and of what devices did
     for its launches. So the first ones leave least without frames. Who has a stack for each sample
@@ -43,6 +43,10 @@ def by_importance(window: Window) -> npt.NDArray[np.int64]:
 
     Of those that are named in any case, one half is divided fairly among containers, whose stacks
     come before all others: one that makes up a stack for each sample takes no other's place there.
+
+    Args:
+        window: One.
+        is_named: Which of its stacks have names from windows before; shape (stacks,).
     """
     stacks, samples, launches = window.stacks["stack"], window.samples, window.launches
     if not len(stacks):
@@ -56,10 +60,11 @@ def by_importance(window: Window) -> npt.NDArray[np.int64]:
 
     is_on_cpu = samples["kind"] == SampleClass.ON_CPU
     weights = samples["weight_ns"].astype(np.float64)
-    lost = shares(launches["stack"], _weights_of_launches(window))
+    importance = shares(launches["stack"], _weights_of_launches(window))
     for is_so in (is_on_cpu, ~is_on_cpu):
-        lost += shares(samples["stack"][is_so], weights[is_so])
-    found: npt.NDArray[np.int64] = np.argsort(-lost, kind="stable")
+        importance += shares(samples["stack"][is_so], weights[is_so])
+    found: npt.NDArray[np.int64] = np.argsort(-importance, kind="stable")
+    found = found[~is_named[found]]
     if len(found) <= NAMED_AT_ONCE:
         return found
     facts = {"cgroups": window.cgroups, "processes": window.processes}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -252,11 +252,8 @@ class CaptureSink:
         for window in windows:
             addresses = np.ascontiguousarray(window.addresses).view("<u8")
             rows: list[RawRow] = []
-            for row in window.stacks[by_importance(window)]:
-                stack = int(row["stack"])
-                if stack in seen or self._find(stack)[1] is _Known.WHOLE:
-                    continue
-                seen.add(stack)
+            for row in window.stacks[by_importance(window, self._are_named(window, seen))]:
+                seen.add(int(row["stack"]))
                 first, depth = int(row["first"]), int(row["kernel_depth"])
                 last = first + depth + int(row["user_depth"])
                 process, end = int(row["process"]), int(row["stop_reason"])
@@ -266,6 +263,12 @@ class CaptureSink:
             found.append((window, rows))
         return found
 
+    def _are_named(self, window: Window, others: Container[int] = ()) -> npt.NDArray[np.bool_]:
+        """Returns which stacks of a window, and which others, are as they are to be."""
+        stacks = window.stacks["stack"].tolist()
+        named = (x in others or self._find(x)[1] is _Known.WHOLE for x in stacks)
+        return np.fromiter(named, np.bool_, len(stacks))
+
     def _put_stacks(self, window: Window) -> None:
         addresses = np.ascontiguousarray(window.addresses).view("<u8")
         samples = window.samples
@@ -273,11 +276,9 @@ class CaptureSink:
         switched.update(window.waits["stack"].tolist())
         new: list[tuple[int, int, UnnamedStack]] = []
         # Whoever names them may run out of time.
-        order = by_importance(window)
+        order = by_importance(window, self._are_named(window))
         for at, stack in zip(order.tolist(), window.stacks["stack"][order].tolist(), strict=True):
             row, known = self._find(stack)
-            if known is _Known.WHOLE:
-                continue
             found = window.stacks[at]
             now = _KNOWN_BY_REASON.get(int(found["stop_reason"]), _Known.WHOLE)
             if now is known or (now is _Known.LOST and known is not None):

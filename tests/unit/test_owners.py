@@ -29,6 +29,9 @@ _NONE = 0xFFFF_FFFF
         ("/system.slice/web.service/worker-7", "/system.slice/web.service"),
         ("/user.slice/user-7.slice/session-3.scope", "/user.slice/user-7.slice"),
         (f"/user.slice/user-7.slice/user@7.service/{_ID}", "/user.slice/user-7.slice"),
+        (f"/system.slice/web.service/docker-{_ID}.scope", "/system.slice/web.service"),
+        (f"/system.slice/docker.service/x/{_ID}", f"/system.slice/docker.service/x/{_ID}"),
+        ("/../../user.slice/user-7.slice/session-3.scope", "/user.slice/user-7.slice"),
         ("/", "/"),
         ("", ""),
     ],
@@ -97,7 +100,13 @@ def test_a_container_with_stacks_without_end_displaces_no_others_in_a_window() -
 
 def test_a_container_with_stacks_without_end_displaces_no_others_where_names_are_few() -> None:
     window = _recording(Bounds(), hostile=2000, innocent=60)
-    order = window.stacks["process"][by_importance(window)]
+    order = by_importance(window, np.zeros(2060, np.bool_))
+    processes = window.stacks["process"]
     # THEN all of the other's are among those that are always named
-    assert (order[:NAMED_AT_ONCE] == 5).sum() == 60
-    assert sorted(by_importance(window).tolist()) == [*range(2060)]
+    assert (processes[order[:NAMED_AT_ONCE]] == 5).sum() == 60
+    assert sorted(order.tolist()) == [*range(2060)]
+    # AND so are those of a later window, where others of its stacks have names.
+    is_named = (processes == 5) & (np.arange(2060) % 2 == 0)
+    later = by_importance(window, is_named)
+    assert (processes[later[:NAMED_AT_ONCE]] == 5).sum() == 60 - is_named.sum()
+    assert sorted(later.tolist()) == np.flatnonzero(~is_named).tolist()
