@@ -63,12 +63,12 @@ def _with_loss(batch: Batch, loss: Loss) -> Batch:
 
 def _limited(profile: Profile, max_bytes: int) -> tuple[Profile, int]:
     gpu, taken_bytes, unnamed = _with_few_names(profile.gpu, max_bytes // _KERNELS_SHARE)
-    sizes = _sizes_of_functions(profile)
+    sizes = _sizes_of_functions(profile, range(len(profile.functions)))
     if unnamed:
         profile = replace(profile, gpu=gpu)
     if int(sizes.sum()) <= max_bytes - taken_bytes:
         return profile, unnamed
-    keeps = _kept(profile, sizes, max_bytes - taken_bytes)
+    keeps = _kept(profile, max_bytes - taken_bytes)
     bare = replace(profile, stacks=_without_frames(profile.stacks, keeps))
     return bare, unnamed + int(np.count_nonzero(~keeps))
 
@@ -112,11 +112,12 @@ def _uses(gpu: GpuProfile) -> npt.NDArray[np.float64]:
     return found
 
 
-def _sizes_of_functions(profile: Profile) -> I64:
-    """Returns what each function adds: requests have equal texts once."""
+def _sizes_of_functions(profile: Profile, order: Iterable[int]) -> I64:
+    """Returns what each function adds to those before it: requests have equal texts once."""
     known = {""}
     sizes = np.zeros(len(profile.functions), np.int64)
-    for number, function in enumerate(profile.functions):
+    for number in order:
+        function = profile.functions[number]
         binary = None if function.binary is None else profile.binaries[function.binary]
         texts = (function.name, function.file, "" if binary is None else binary.path)
         for text in texts:
@@ -126,7 +127,7 @@ def _sizes_of_functions(profile: Profile) -> I64:
     return sizes
 
 
-def _kept(profile: Profile, sizes: I64, max_bytes: int) -> npt.NDArray[np.bool_]:
+def _kept(profile: Profile, max_bytes: int) -> npt.NDArray[np.bool_]:
     """Returns which stacks have names that all have room: the heaviest first."""
     stacks = profile.stacks
     order = np.lexsort((-_weights(profile), ~_is_of_launch(profile)))
@@ -135,6 +136,7 @@ def _kept(profile: Profile, sizes: I64, max_bytes: int) -> npt.NDArray[np.bool_]
     functions = profile.frames["function"][stacks.frames[ranges(starts, lengths)]]
     used, first = np.unique(functions, return_index=True)
     # Each name counts where it comes first.
+    sizes = _sizes_of_functions(profile, used[np.argsort(first)].tolist())
     added = np.zeros(len(functions) + 1, np.int64)
     added[first + 1] = sizes[used]
     taken = np.cumsum(added)

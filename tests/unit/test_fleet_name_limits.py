@@ -120,6 +120,21 @@ def test_equal_texts_count_once() -> None:
     assert limited(batches)[1] == 0
 
 
+def test_texts_count_where_they_are_sent() -> None:
+    # GIVEN light functions that are listed first, and heavy ones, each two with a file of their own
+    names = [f"{number:04}" for number in range(1000)]
+    light = [Sample(f"[p]a{n}@{n * 900}:1", MS, thread=2) for n in names]
+    heavy = [Sample(f"[p]b{n}@{n * 900}:1", 10 * MS, thread=2) for n in names]
+    ((batch,), lost) = limited(batches_of(profile_of(*light, *heavy), _LABELS))
+    # THEN what is kept has files of 2 MB, and not of all 4
+    kept = {batch.profile.functions[n].file for n in _used(batch.profile)}
+    assert 400 < len(kept) < 600 and lost == 2000 - len(_used(batch.profile))
+
+
+def _used(profile: Profile) -> list[int]:
+    return np.unique(profile.frames["function"][profile.stacks.frames]).tolist()
+
+
 def test_stacks_of_launches_keep_their_names_before_others() -> None:
     profile = small_device_profile()
     (batch,) = batches_of(profile, [_OTHER] * len(profile.processes))
