@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -71,6 +71,8 @@ _MAX_SERVICES_OF_USER, _MAX_SERVICES = 64, 256
 # Cgroups of which it is kept what was decided; 500 pods have some 4,500, with paths of 300
 # characters. They take 12 MB at most.
 _MAX_GROUPS, _MAX_GROUP_CHARACTERS = 8192, 512
+# Of these, of one container, which may make as many as it likes.
+_MAX_GROUPS_OF_ONE = 64
 
 _KUBE_PATH = re.compile(r"[/-]kubepods(?=[./-]|\Z)")
 _SHORT_ID_CHARACTERS = 12
@@ -342,9 +344,14 @@ class Labeller:
         """
         before, self._groups = self._groups if decide == self._decide else {}, {}
         self._decide = decide
+        counts: Counter[str] = Counter()
         for path in cgroups:
             group = before.get(path) or _group(path)
-            if group is not None and len(self._groups) < _MAX_GROUPS:
+            if group is None or len(self._groups) >= _MAX_GROUPS:
+                continue
+            owner = path if group.container is None else group.container.path
+            counts[owner] += 1
+            if counts[owner] <= _MAX_GROUPS_OF_ONE:
                 self._groups[path] = group
         self.expect(cgroups)
         return [self._decided(path, decide) for path in cgroups]
