@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from aiflame.agent.fleet.capture_request import (
     InDirectory,
 )
 from aiflame.agent.fleet.config import AgentSettings, variable_of
+from aiflame.agent.limits import is_disk_full
 from aiflame.agent.outfile import write_output
 
 EPILOG = """\
@@ -130,7 +132,13 @@ def run(args: argparse.Namespace) -> int:
         capture = _captured(agent, request, printer)
     with capture.file as file:
         plan = _planned(args, capture.stem)
-        return _written(file, plan, args.force, printer)
+        try:
+            return _written(file, plan, args.force, printer)
+        except AiflameError as error:
+            if not is_disk_full(error):
+                raise
+            # It cannot be made again: what it is of has passed.
+            raise _kept_elsewhere(file, capture.stem, error) from error
 
 
 def _planned(args: argparse.Namespace, stem: str) -> OutputPlan:
@@ -193,6 +201,22 @@ def _captured(agent: socket.socket, request: CaptureRequest, printer: ProgressPr
             "what came from the agent is no answer", "is it of another version? restart it"
         ) from error
     raise AiflameError("the agent has ended the capture", "its log may say why")
+
+
+def _kept_elsewhere(file: BinaryIO, stem: str, error: AiflameError) -> AiflameError:
+    """Puts a capture where there may be room; returns what to raise, which says where that is."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="aiflame-"))  # for this user only
+    except OSError:
+        return error
+    path = folder / f"{stem}.aiflame"
+    file.seek(0)
+    try:
+        write_output(path, file, force=False, is_private=True)
+    except AiflameError:
+        shutil.rmtree(folder, ignore_errors=True)
+        return error
+    return AiflameError(f"{error}; the capture is kept as {path}", error.hint)
 
 
 def _written(file: BinaryIO, plan: OutputPlan, force: bool, printer: ProgressPrinter) -> int:

@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+import stat
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
-from aiflame.agent import cli
+from aiflame.agent import cli, outfile
 from aiflame.agent.fleet.capture_request import InDirectory
+from bench.large import write_capture
+from profiles import small_profile
 
 _WHAT = ("capture", "--all", "--last", "5s")
 
@@ -104,3 +111,53 @@ def test_what_is_no_answer_ends_in_words(
             assert cli.main(["agent", *_WHAT, *words]) == 1
             served.result()
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_full_everywhere", [False, True])
+def test_a_capture_that_finds_no_room_is_kept_elsewhere(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_full_everywhere: bool,
+) -> None:
+    # GIVEN an agent that has made a capture, and a disk that is full by then
+    made = tmp_path / "made.aiflame"
+    write_capture(small_profile(), made)
+    elsewhere = tmp_path / "tmp"
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    fill, tries = outfile._fill, []
+
+    def limited(file: BinaryIO, content: bytes | BinaryIO) -> None:
+        tries.append(content)
+        if len(tries) == 1 or is_full_everywhere:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fill(file, content)
+
+    monkeypatch.setattr(outfile, "_fill", limited)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        with InDirectory(tmp_path) as path:
+            server.bind(str(path))
+        server.listen(1)
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection, made.open("rb") as file:
+                connection.recv(1 << 16)
+                socket.send_fds(connection, [b'{"done": "web"}'], [file.fileno()])
+
+        with ThreadPoolExecutor(1) as pool:
+            served = pool.submit(serve)
+            words = ("--directory", str(tmp_path), "-o", str(tmp_path / "x.aiflame"))
+            assert cli.main(["agent", *_WHAT, *words]) == 1
+            served.result()
+    said = capsys.readouterr().err
+    kept = [*elsewhere.rglob("*.aiflame")]
+    # THEN it is there, whole, where the message says; or else nothing is left of it
+    assert "no space left" in said and not (tmp_path / "x.aiflame").exists()
+    assert len(kept) == (not is_full_everywhere)
+    for one in kept:
+        assert f"kept as {one}" in said
+        assert one.read_bytes() == made.read_bytes()
+        assert stat.S_IMODE(one.stat().st_mode) == 0o600
+    assert is_full_everywhere is (not [*elsewhere.iterdir()])
