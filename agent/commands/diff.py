@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if form is not None:
         data = FORMATS[form].render(both, ReportOptions(title=args.title))
         write_report(data, args.output, is_forced=args.force)
-    return alarm(found.functions, args.fail_on)
+    return alarm(found.functions, args.fail_on, found.lost)
 
 
 def _format(args: argparse.Namespace) -> str | None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from aiflame.agent.reports.change import Compared, grown
+from aiflame.agent.reports.change import Compared, TooFewSamples, grown, lost_words
 from aiflame.agent.reports.words import showable
 
 # A difference of a comparison without --fail-on: below it a table is noise.
@@ -52,8 +52,17 @@ def least_share(growth: float | None) -> float:
     return _LEAST_SHARE if growth is None else max(growth / _PART_OF_GROWTH, 1e-6)
 
 
-def alarm(functions: Sequence[Compared], growth: float | None) -> int:
-    """Says which functions have grown by more than that; returns the exit code."""
+def alarm(functions: Sequence[Compared], growth: float | None, lost: tuple[float, float]) -> int:
+    """Says which functions have grown by more than that; returns the exit code.
+
+    Args:
+        functions: As they were compared.
+        growth: How much is too much, 0 to 1; None for no alarm.
+        lost: Part of each side's time whose stack was lost, 0 to 1.
+
+    Raises:
+        TooFewSamples: None is known to have, and so much was lost that none could be.
+    """
     if growth is None:
         return 0
     found = grown(functions, growth)
@@ -61,6 +70,11 @@ def alarm(functions: Sequence[Compared], growth: float | None) -> int:
         sys.stderr.write(
             f"aiflame: {showable(function.name)} grew by {100 * function.change.difference:+.2f}"
             f" points, at least by {100 * function.change.low:+.2f}\n"
+        )
+    if not found and sum(lost) > growth:
+        raise TooFewSamples(
+            f"too much time whose stack was lost to tell: {lost_words(lost)}",
+            "give the agents more (cost_cpu_percent, cost_host_percent), or allow more growth",
         )
     return _GREW if found else 0
 

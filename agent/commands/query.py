@@ -356,7 +356,7 @@ def _diff(engine: Engine, args: argparse.Namespace) -> int:
     if form is not None:
         both = difference_of(engine, base, new, args.most_stacks)
         _write(both, form, ReportOptions(title=args.title), args)
-    return alarm(found.functions, args.fail_on)
+    return alarm(found.functions, args.fail_on, found.lost)
 
 
 def _side(whole: Selector, side: str, given: list[str]) -> Selector:

@@ -10,8 +10,8 @@ d = x - p n of each,
 
 (Cochran, Sampling Techniques, 3rd ed. 1977, 6.3 and 9.8: ratio estimator, ultimate clusters). The
 share then counts as one of n_eff = p (1 - p) / var(p) independent samples, at most as many as there
-were (effective sample size: Kish, Survey Sampling 1965, 8.2); that part of the samples is the
-smaller one of both sides. The interval of the difference of two shares is Newcombe's hybrid score
+were (effective sample size: Kish, Survey Sampling 1965, 8.2); what one side shows of that holds for
+the other, too. The interval of the difference of two shares is Newcombe's hybrid score
 interval (Statistics in Medicine 17, 1998, 873-890, method 10), which keeps its level with small
 shares, with Student's t for the normal quantile, of as many degrees of freedom as Welch and
 Satterthwaite give it.
@@ -60,11 +60,14 @@ class Side:
         own: Time of the function by group; shape (groups,).
         whole: Time of all functions by group; shape (groups,).
         samples: How many that were, of all functions.
+        hosts: Of how many, where groups are of hosts and these differ by how they are used; 0 where
+            groups are parts of time, or of waits, which differ by themselves.
     """
 
     own: F64
     whole: F64
     samples: int
+    hosts: int = 0
 
     @property
     def share(self) -> float:
@@ -95,14 +98,7 @@ class Change:
         return self.after - self.before
 
 
-def change(
-    before: Side,
-    after: Side,
-    compared: int = 1,
-    error: float = FALSE_ALARM,
-    *,
-    is_by_host: bool = False,
-) -> Change:
+def change(before: Side, after: Side, compared: int = 1, error: float = FALSE_ALARM) -> Change:
     """Returns how a function's share changed, and what chance leaves open.
 
     Args:
@@ -110,16 +106,10 @@ def change(
         after: The other.
         compared: How many functions are looked at in all.
         error: Chance that any of all lower bounds is above the truth; the same for upper ones.
-        is_by_host: Groups are hosts, and not parts of their time.
     """
-    own = (_Size.of(before), _Size.of(after))
-    lent = (
-        own[1].lent(after, before, is_by_host=is_by_host),
-        own[0].lent(before, after, is_by_host=is_by_host),
-    )
-    sizes = [max(pair, key=lambda size: size.inflation) for pair in zip(own, lent, strict=True)]
-    samples = (before.samples, after.samples)
-    counts = [n / size.inflation for n, size in zip(samples, sizes, strict=True)]
+    base, new = _Size.of(before), _Size.of(after)
+    sizes = [max(base, new.lent(base), key=_inflation), max(new, base.lent(new), key=_inflation)]
+    counts = [size.samples / size.inflation for size in sizes]
     shares = (before.share, after.share)
     variances = [p * (1 - p) / n for p, n in zip(shares, counts, strict=True)]
     freedom = _freedom(variances, [size.groups for size in sizes])
@@ -148,40 +138,47 @@ def with_lost(found: Change, lost: tuple[float, float]) -> Change:
     """
     (base, new), before, after = lost, found.before, found.after
     low = found.low - after * new - (1 - before) * base
-    return replace(found, low=low, high=found.high + before * base + (1 - after) * new)
+    high = found.high + before * base + (1 - after) * new
+    return replace(found, low=max(low, -1.0), high=min(high, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
 class _Size:
     inflation: float  # of the variance, over that of independent samples; 1 at least
     groups: int
+    samples: int
+    hosts: int
 
     @classmethod
     def of(cls, side: Side) -> _Size:
         used = side.whole > 0
         own, whole = side.own[used], side.whole[used]
         groups, p = len(whole), side.share
-        if groups < 2 or not 0 < p < 1:
-            return cls(1.0, groups)
-        residual = own - p * whole
-        variance = groups / (groups - 1) * float(residual @ residual) / float(whole.sum()) ** 2
-        return cls(max(1.0, variance * side.samples / (p * (1 - p))), groups)
+        inflation = 1.0
+        if groups >= 2 and 0 < p < 1:
+            residual = own - p * whole
+            variance = groups / (groups - 1) * float(residual @ residual)
+            variance /= float(whole.sum()) ** 2
+            inflation = max(inflation, variance * side.samples / (p * (1 - p)))
+        return cls(inflation, groups, side.samples, side.hosts)
 
-    def lent(self, side: Side, to: Side, *, is_by_host: bool) -> _Size:
-        """Returns what the other side's size is by what this one's is: it is of the same program.
+    def lent(self, to: _Size) -> _Size:
+        """Returns what another side's size is by what this one shows: the program is the same.
 
         A rare long wait, of a function that mostly waits for little, may be on one side only, and
         the other one tells nothing of its kind. With each side's own, half of all comparisons of
-        blocked time with itself found that something grew. How much hosts differ is no matter of
-        how many samples each has: as many of these count of each as do here.
+        blocked time with itself found that something grew. Where it is hosts that differ, the part
+        of the variance that is theirs is over m samples of a host (m - 1) rho times that of
+        independent ones (design effect: Kish, Survey Sampling 1965, 8.2).
         """
-        inflation = self.inflation
-        if is_by_host:
-            each, each_to = (
-                one.samples / max(1, int(np.count_nonzero(one.whole))) for one in (side, to)
-            )
-            inflation = max(1.0, inflation * each_to / max(each, 1.0))
-        return _Size(inflation, self.groups)
+        excess = self.inflation - 1
+        if self.hosts and to.hosts and self.samples:
+            excess *= (to.samples / to.hosts) / (self.samples / self.hosts)
+        return _Size(1 + excess, self.groups, to.samples, to.hosts)
+
+
+def _inflation(size: _Size) -> float:
+    return size.inflation
 
 
 def _freedom(variances: list[float], groups: list[int]) -> int:
@@ -276,14 +273,12 @@ def lost_words(lost: tuple[float, float]) -> str:
     return f"{base} of base and {new} of new"
 
 
-def lost_note(lost: tuple[float, float]) -> str:
+def lost_note(lost: tuple[float, float], *, is_sure: bool = True) -> str:
     """Returns the same for the line above a table; "" where none is lost."""
     if not any(lost):
         return ""
-    return (
-        f"; without time whose stack was lost, {lost_words(lost)}: low and high hold whatever that"
-        " was of"
-    )
+    bounds = ": low and high hold whatever that was of" if is_sure else ""
+    return f"; without time whose stack was lost, {lost_words(lost)}{bounds}"
 
 
 def changes_table(

@@ -94,7 +94,7 @@ class Comparison:
         )
         whole = (
             f"shares of a side's {self.of.time}, {whose_time(is_self=self.is_self)}{sure}"
-            f"{lost_note(self.lost)}. {sides}"
+            f"{lost_note(self.lost, is_sure=is_sure)}. {sides}"
         )
         return changes_table(self.functions, limit, whole, is_sure=is_sure)
 
@@ -147,9 +147,9 @@ def _with_stacks(profile: Profile, difference: Difference) -> tuple[Profile, tup
     is_lost = (np.diff(stacks.offsets) == 0) & np.isin(stacks.ends, TRUNCATED_REASONS)
     known = profile.with_samples(~is_lost[profile.samples["stack"]])
     (base, new), (all_base, all_new) = (side_ns(one, difference) for one in (known, profile))
-    if not base or not new:  # there is nothing else to compare
-        return profile, (0.0, 0.0)
-    return known, (1 - base / all_base, 1 - new / all_new)
+    lost = (1 - base / all_base, 1 - new / all_new)
+    # Where a side has no stack at all there is nothing else to compare.
+    return (known if base and new else profile), lost
 
 
 def _weights(spans: npt.NDArray[np.void], window_s: int) -> Iterator[F64]:

@@ -112,13 +112,15 @@ def compare(
     own = sides.groups_of([int(row[5]) for row in rows], is_self, by_host)
     considered = int(rows[0][4]) if rows else 0
     lost = (totals[0].lost, totals[1].lost)
+    hosts = (totals[0].hosts, totals[1].hosts)
+    is_on_cpu = base.classes == new.classes == ("on_cpu",)
+    of_hosts = hosts if by_host and is_on_cpu else (0, 0)
     found = []
     for name, kind, *_ in rows:
         values = own.get((str(name), str(kind)), np.zeros((2, _GROUPS)))
-        before, after = (Side(values[i], whole[i], samples[i]) for i in range(2))
-        changed = change(before, after, considered, is_by_host=by_host)
+        before, after = (Side(values[i], whole[i], samples[i], of_hosts[i]) for i in range(2))
+        changed = change(before, after, considered)
         found.append(Compared(str(name), with_lost(changed, lost)))
-    hosts = (totals[0].hosts, totals[1].hosts)
     return Comparison(by_difference(found), samples, hosts, considered, lost, by_host)
 
 

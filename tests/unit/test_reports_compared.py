@@ -72,4 +72,6 @@ def test_time_whose_stack_was_lost_is_in_no_share() -> None:
         assert "without time whose stack was lost, 0.0 % of base and 66.7 % of new" in words
     # AND where there is none else, it is compared
     both, difference = joined(recorded(0), recorded(_SECONDS), ("base", "new"), View.CPU)
-    assert compare(both, difference, is_self=False, least_share=0.002).lost == (0.0, 0.0)
+    found = compare(both, difference, is_self=False, least_share=0.002)
+    assert found.lost == (0.0, 1.0)
+    assert not grown(found.functions, 0.0)

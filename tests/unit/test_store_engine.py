@@ -936,18 +936,23 @@ def test_stacks_that_were_lost_raise_no_alarm(
             _add(store, literal_profile(*samples), 0, node=f"n{host}", version=version)
     name = store.name
     store.close()
-    words = ["query", "diff", "--store", name, "--new", "version=2", "--fail-on", "+2%"]
+    words = ["query", "diff", "--store", name, "--new", "version=2"]
     page = tmp_path / "diff.html"
     # THEN nothing has grown, and it is said what is left out
-    assert cli.main([*words, "--base", "version=1", "-o", str(page)]) == 0
+    fails = ["--fail-on", "+30%"]
+    assert cli.main([*words, "--base", "version=1", "-o", str(page), *fails]) == 0
     said = capsys.readouterr()
     assert "grew" not in said.err
     assert "stack was lost, 20.0 % of base and 0.0 % of new: low and" in " ".join(said.out.split())
     rows = {row.split()[-1]: row.split()[0] for row in said.out.splitlines() if row}
     assert (rows["main"], rows["step"]) == ("100.00", "50.00")
     assert "20.0 % of base and 0.0 % of new" in page.read_text()
+    # and where a growth could not be told from what was lost, that is no success
+    fails = ["--fail-on", "+2%"]
+    assert cli.main([*words, "--base", "version=1", *fails]) == 5
+    assert "too much time whose stack was lost to tell: 20.0 % of base" in capsys.readouterr().err
     # and a side of which nothing but time is known is refused
-    assert cli.main([*words, "--base", "version=none"]) == 5
+    assert cli.main([*words, "--base", "version=none", *fails]) == 5
     assert "version none has 0, 1,000 are needed" in capsys.readouterr().err
 
 
