@@ -21,10 +21,10 @@ from aiflame.agent.errors import AiflameError
 from aiflame.agent.fleet.batches import batches_of
 from aiflame.agent.fleet.fork import Fork, ForkEnded
 from aiflame.agent.fleet.log import words_of
-from aiflame.agent.fleet.name_limits import limited
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.profile import Profile, SampleClass
+from aiflame.agent.sinks.name_limits import limited
 from aiflame.agent.sinks.requests import Request, RequestSink
 
 _PROCESS_NAME = "aiflame encodes"

@@ -19,6 +19,7 @@ from aiflame.agent.model.batch import Batch
 from aiflame.agent.model.gpu import NONE, GpuProfile
 from aiflame.agent.model.profile import GilState, Loss, Profile, Stacks, StopReason
 from aiflame.agent.model.ranges import ranges
+from aiflame.agent.reports.kernel_names import kernel_names
 
 I64 = npt.NDArray[np.int64]
 
@@ -26,7 +27,7 @@ I64 = npt.NDArray[np.int64]
 # minute.
 MAX_NAME_BYTES = 2 << 20
 # Of these, what names of GPU kernels may take at most: a thousand of 1 KB, as templates have.
-_KERNELS_SHARE = 2
+_SHARE_OF_KERNELS = 0.5
 _TOO_MANY = "more names than are sent"
 # Sinks cut what is longer (`_MAX_NAME_CHARACTERS` in store/rows.py; others cut more).
 _MAX_TEXT_BYTES = 4096
@@ -62,7 +63,7 @@ def _with_loss(batch: Batch, loss: Loss) -> Batch:
 
 
 def _limited(profile: Profile, max_bytes: int) -> tuple[Profile, int]:
-    gpu, taken_bytes, unnamed = _with_few_names(profile.gpu, max_bytes // _KERNELS_SHARE)
+    gpu, taken_bytes, unnamed = _with_few_names(profile.gpu, int(max_bytes * _SHARE_OF_KERNELS))
     sizes = _sizes_of_functions(profile, range(len(profile.functions)))
     if unnamed:
         profile = replace(profile, gpu=gpu)
@@ -79,8 +80,14 @@ def _size(text: str) -> int:
 
 def _with_few_names(gpu: GpuProfile, max_bytes: int) -> tuple[GpuProfile, int, int]:
     """Returns it with the names of the kernels that did most, what these take, and who has none."""
-    names = {name: number for number, name in enumerate({k.name: None for k in gpu.kernels})}
-    sizes = np.array([*map(_size, names)], np.int64)
+    names = {name: number for number, name in enumerate(dict.fromkeys(k.name for k in gpu.kernels))}
+    # Sinks send them as programmers write them, or as they are; a few letters may stand for much.
+    shown = {
+        k.name: name.whole for k, name in zip(gpu.kernels, kernel_names(gpu.kernels), strict=True)
+    }
+    sizes = np.array(
+        [max(_size(name), _size(shown[name])) if name else 0 for name in names], np.int64
+    )
     if int(sizes.sum()) <= max_bytes:
         return gpu, int(sizes.sum()), 0
     which = np.array([names[kernel.name] for kernel in gpu.kernels], np.int64)

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from aiflame.agent.fleet.batches import batches_of
 from aiflame.agent.fleet.encoding import Encoder, NamedStretch
-from aiflame.agent.fleet.name_limits import MAX_NAME_BYTES, limited
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import SPAN_DTYPE, Profile, SampleClass, StopReason
+from aiflame.agent.reports.kernel_names import kernel_names
 from aiflame.agent.sinks import clickhouse, otlp, pyroscope
+from aiflame.agent.sinks.name_limits import MAX_NAME_BYTES, limited
 from aiflame.agent.sinks.requests import RequestSink
 from bench.large import write_capture
 from device_profiles import Launch, Ran, device_profile_of, small_device_profile
@@ -118,6 +119,15 @@ def test_equal_texts_count_once() -> None:
     )
     batches = [*batches_of(profile_of(*samples), _LABELS)]
     assert limited(batches)[1] == 0
+
+
+def test_kernels_count_as_programmers_write_them() -> None:
+    # GIVEN short names that stand for long ones
+    names = [f"_Z{len(f'k{n}')}k{n}{'Ss' * 40}" for n in range(2000)]
+    profile = device_profile_of([Launch("main;launch", name, 1) for name in names], [], {})
+    ((batch,), lost) = limited(batches_of(profile, [_HOSTILE] * len(profile.processes)))
+    assert 0 < lost < 2000
+    assert sum(len(one.whole) for one in kernel_names(batch.profile.gpu.kernels)) < MAX_NAME_BYTES
 
 
 def test_texts_count_where_they_are_sent() -> None:
