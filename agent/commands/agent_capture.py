@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shutil
 import socket
 import sys
 import tempfile
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -29,7 +31,7 @@ from aiflame.agent.fleet.capture_request import (
 )
 from aiflame.agent.fleet.config import AgentSettings, variable_of
 from aiflame.agent.limits import is_disk_full
-from aiflame.agent.outfile import write_output
+from aiflame.agent.outfile import make_folder, write_output
 
 EPILOG = """\
 Needs root, or the agent's own user. One capture is made at a time; the agent's `capture_length` and
@@ -132,13 +134,7 @@ def run(args: argparse.Namespace) -> int:
         capture = _captured(agent, request, printer)
     with capture.file as file:
         plan = _planned(args, capture.stem)
-        try:
-            return _written(file, plan, args.force, printer)
-        except AiflameError as error:
-            if not is_disk_full(error):
-                raise
-            # It cannot be made again: what it is of has passed.
-            raise _kept_elsewhere(file, capture.stem, error) from error
+        return _written(file, plan, args.force, printer)
 
 
 def _planned(args: argparse.Namespace, stem: str) -> OutputPlan:
@@ -203,20 +199,25 @@ def _captured(agent: socket.socket, request: CaptureRequest, printer: ProgressPr
     raise AiflameError("the agent has ended the capture", "its log may say why")
 
 
-def _kept_elsewhere(file: BinaryIO, stem: str, error: AiflameError) -> AiflameError:
-    """Puts a capture where there may be room; returns what to raise, which says where that is."""
+@contextmanager
+def _kept_elsewhere(file: BinaryIO, name: str) -> Iterator[None]:
+    """Puts a capture where there may be room, if a disk is full: what it is of has passed."""
     try:
-        folder = Path(tempfile.mkdtemp(prefix="aiflame-"))  # for this user only
-    except OSError:
-        return error
-    path = folder / f"{stem}.aiflame"
-    file.seek(0)
-    try:
-        write_output(path, file, force=False, is_private=True)
-    except AiflameError:
-        shutil.rmtree(folder, ignore_errors=True)
-        return error
-    return AiflameError(f"{error}; the capture is kept as {path}", error.hint)
+        yield
+    except AiflameError as error:
+        if not is_disk_full(error):
+            raise
+        folder = Path(tempfile.gettempdir()) / f"aiflame-{secrets.token_hex(8)}"
+        file.seek(0)
+        try:
+            make_folder(folder)
+            write_output(folder / name, file, force=False, is_private=True)
+        except AiflameError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise error from None
+        raise AiflameError(
+            f"{error}; the capture is kept as {folder / name}", error.hint
+        ) from error
 
 
 def _written(file: BinaryIO, plan: OutputPlan, force: bool, printer: ProgressPrinter) -> int:
@@ -229,7 +230,8 @@ def _written(file: BinaryIO, plan: OutputPlan, force: bool, printer: ProgressPri
     is_file = False
     if plan.capture is not None:
         is_named = plan.capture == plan.named
-        written = write_output(plan.capture, file, force, is_named=is_named, is_private=True)
+        with _kept_elsewhere(file, plan.capture.name):
+            written = write_output(plan.capture, file, force, is_named=is_named, is_private=True)
         is_file = written is not None  # and no device
         printer.say(f"Wrote {plan.capture} ({file.tell() / 1e6:.1f} MB)")
     if plan.capture is not None and is_file:
@@ -244,7 +246,9 @@ def _written(file: BinaryIO, plan: OutputPlan, force: bool, printer: ProgressPri
     if plan.report is not None and plan.report_path is not None:
         page = FORMATS[plan.report].render(profile, options_for(profile, plan.report))
         is_named = plan.report_path == plan.named
-        write_output(plan.report_path, page, force, is_named=is_named, is_private=True)
+        name = plan.report_path.with_suffix(".aiflame").name
+        with nullcontext() if plan.capture is not None else _kept_elsewhere(file, name):
+            write_output(plan.report_path, page, force, is_named=is_named, is_private=True)
         printer.say(f"Wrote {plan.report_path} ({len(page) / 1e6:.1f} MB)")
     for line in (*sample_lines(profile), *loss_lines(profile)):
         printer.say(line)
