@@ -46,7 +46,7 @@ _FIRST_WALK_NS = 200_000
 # What the latest sweep says of that, and what all before it do.
 _LATEST_SHARE = 0.2
 # Threads of which a long wait is known that other waits may have the stack of, and for how long:
-# windows forget it after eight minutes (chance.EarlierStacks).
+# half of the time after which windows forget it (chance.EarlierStacks), so that it is known again.
 _MOST_KNOWN, _KNOWN_NS = 1 << 14, 240 * abi.LONG_WAIT_NS
 # How often a wait is walked whose tables are not there yet.
 _MOST_TRIES = 3
@@ -93,7 +93,8 @@ class LongWaits:
         self._tries: dict[tuple[int, int], int] = {}  # by thread and when it began
         # When one of theirs was walked, by thread and image, the latest last.
         self._known: OrderedDict[tuple[int, int], int] = OrderedDict()
-        self._are_new_first = False
+        # Whether they were in the latest sweep, of those at the ends of windows and of all others.
+        self._are_new_first = {True: False, False: False}
         self._walk_ns = float(_FIRST_WALK_NS)
         self._saved_ns, self._saved_at_ns = 0.0, time.monotonic_ns()
 
@@ -111,33 +112,36 @@ class LongWaits:
         """
         now_ns, begun_ns = time.monotonic_ns(), time.thread_time_ns()
         self.due_ns = now_ns + _PAUSE_NS
-        found = self._looked(now_ns - least_ns)
+        looked = self._looked(now_ns - least_ns)
         looked_ns = time.thread_time_ns()
         if self.thrift > 1:
             took_ns = looked_ns - begun_ns
             self.due_ns = max(self.due_ns, now_ns + _TIMES_APART * self.thrift * took_ns)
-        most = _MOST_WALKED // self.thrift
-        if least_ns > abi.OPEN_WAIT_NS:
+        if looked is None:
+            return
+        found, most = looked, _MOST_WALKED // self.thrift
+        is_end = least_ns <= abi.OPEN_WAIT_NS
+        if not is_end:
             most = min(most, self._affordable(now_ns))
         waiting = _names(found) if self._tries else set()
         self._tries = {name: n for name, n in self._tries.items() if name in waiting}
         if not most or not len(found):
             return
-        found = found[self._order(found, now_ns)][:most]
+        found = found[self._order(found, now_ns, is_end=is_end)][:most]
         self._sweep(found, now_ns)
         took_ns = time.thread_time_ns() - looked_ns
         self._walk_ns += _LATEST_SHARE * (took_ns / len(found) - self._walk_ns)
         self._saved_ns = max(self._saved_ns - took_ns, -self._most_saved_ns)
 
-    def _looked(self, until_ns: int) -> Array:
+    def _looked(self, until_ns: int) -> Array | None:
         """Returns the threads that have slept since then, or since earlier, without a stack."""
         fd = self._programs.sweep_iterator_fd
+        if fd is None:
+            return None
         try:
-            found = swept_threads(fd) if fd is not None else None
+            found = swept_threads(fd)
         except OSError:  # no memory for it just now
-            found = None
-        if found is None:
-            return np.empty(0, abi.SWEPT_THREAD_DTYPE)
+            return None
         return found[found["switched_ns"] <= until_ns]
 
     def _affordable(self, now_ns: int) -> int:
@@ -155,15 +159,15 @@ class LongWaits:
     def _most_saved_ns(self) -> float:
         return _MOST_SAVED_NS / (_TIMES_APART * self.thrift)
 
-    def _order(self, found: Array, now_ns: int) -> npt.NDArray[np.intp]:
+    def _order(self, found: Array, now_ns: int, *, is_end: bool) -> npt.NDArray[np.intp]:
         """Returns in which order to walk: the longest first, each second time the unknown first."""
-        self._are_new_first = not self._are_new_first
-        if not self._are_new_first:
+        self._are_new_first[is_end] = not self._are_new_first[is_end]
+        if not self._are_new_first[is_end]:
             return np.argsort(found["switched_ns"], kind="stable")
         least_ns = now_ns - _KNOWN_NS
         threads = found[["tid", "image"]].tolist()
         is_known = np.fromiter(
-            (self._known.get(thread, 0) > least_ns for thread in threads), bool, len(found)
+            (self._known.get(thread, least_ns) > least_ns for thread in threads), bool, len(found)
         )
         order: npt.NDArray[np.intp] = np.lexsort((found["switched_ns"], is_known))
         return order
