@@ -45,6 +45,7 @@ from aiflame.agent.processes.identity import (
     is_made_by_engine,
     whole_path,
 )
+from aiflame.agent.processes.owners import owner_of
 
 # How long what is known of a container outlives its last process: its samples come later, and so do
 # those who ask.
@@ -71,7 +72,7 @@ _MAX_SERVICES_OF_USER, _MAX_SERVICES = 64, 256
 # Cgroups of which it is kept what was decided; 500 pods have some 4,500, with paths of 300
 # characters. They take 12 MB at most.
 _MAX_GROUPS, _MAX_GROUP_CHARACTERS = 8192, 512
-# Of these, of one container, which may make as many as it likes.
+# Of these, of one container or service, which may make as many as it likes.
 _MAX_GROUPS_OF_ONE = 64
 
 _KUBE_PATH = re.compile(r"[/-]kubepods(?=[./-]|\Z)")
@@ -349,7 +350,7 @@ class Labeller:
             group = before.get(path) or _group(path)
             if group is None or len(self._groups) >= _MAX_GROUPS:
                 continue
-            owner = path if group.container is None else group.container.path
+            owner = owner_of(path)
             counts[owner] += 1
             if counts[owner] <= _MAX_GROUPS_OF_ONE:
                 self._groups[path] = group

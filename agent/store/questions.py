@@ -105,14 +105,16 @@ def _has_other_hours_in_samples(engine: Engine, selector: Selector) -> bool:
     """
     begin_s = max(0, selector.begin_s - _S_PER_HOUR)
     where, values = Selector(begin_s, selector.end_s).where()
-    found = engine.query(
-        f"SELECT countIf(toUInt32(t) % {_S_PER_HOUR} != 0), toUInt32(min(t)),"
-        f" (SELECT toUInt32(min(t)) FROM samples WHERE {where})"
-        f" FROM (SELECT hour AS t FROM stacks_1h) AS h WHERE {where}",
+    hours = "(SELECT hour AS t FROM stacks_1h) AS h"
+    ((others, first_hour_s),) = engine.query(
+        f"SELECT countIf(toUInt32(t) % {_S_PER_HOUR} != 0), toUInt32(min(t))"
+        f" FROM {hours} WHERE {where}",
         values,
-    )
-    ((others, first_hour_s, first_s),) = found.rows
-    return int(others) > 0 and 0 < int(first_s) < int(first_hour_s) + _S_PER_HOUR
+    ).rows
+    if not int(others):
+        return False
+    ((first_s,),) = engine.query(f"SELECT toUInt32(min(t)) FROM samples WHERE {where}", values).rows
+    return 0 < int(first_s) < int(first_hour_s) + _S_PER_HOUR
 
 
 def kernels(engine: Engine, selector: Selector, limit: int) -> Table:
