@@ -270,36 +270,54 @@ def held() -> list[Unfinished]:
     return _found(_held_in)
 
 
-def _found(look: Callable[[Path], Iterable[Unfinished]], *, waits: bool = True) -> list[Unfinished]:
+def _found(look: Callable[[Path], Iterable[Unfinished]]) -> list[Unfinished]:
     found: list[Unfinished] = []
+    for parent in _parents():
+        # Of two who look at once, each would see the other's locks as those of recordings.
+        with _locked(parent):
+            found += look(parent)
+    return sorted(found, key=lambda left: left.name)
+
+
+def _parents() -> Iterator[Path]:
     for candidate in _candidates():
         # Not even looked into where others could have put something.
         parent = _own(candidate) if candidate.is_dir() else None
         if parent is not None:
-            # Of two who look at once, each would see the other's locks as those of recordings.
-            with _locked(parent, waits=waits):
-                found += look(parent)
-    return sorted(found, key=lambda left: left.name)
+            yield parent
 
 
-def discard_below(folder: Path) -> None:
+def discard_below(folder: Path) -> bool:
     """Removes what killed recordings have left whose captures were to go below a folder.
 
-    Whoever calls this serves others: nobody is waited for who is looking at what is left.
+    Whoever calls this serves others: nobody is waited for who is looking at what is left. All else
+    stays as it is: it is somebody's, who may recover it.
 
     Args:
         folder: Its owner alone can write to it and above. Links on the way to a destination are
             not followed: they may be others by now.
 
-    Raises:
-        OSError: It cannot be looked at now.
+    Returns:
+        Whether all was looked at; else it is to be tried again.
     """
     names = (_without_dots(folder), folder.resolve())
-    for left in _found(_left_in, waits=False):
-        path = _without_dots(left.destination.path)
-        if any(path.is_relative_to(name) for name in names):
-            with contextlib.suppress(AiflameError), left.take(waits=False) as taken:
-                taken.is_kept = False
+    is_all = True
+    for parent in _parents():
+        try:
+            with _locked(parent, waits=False):
+                left = [*_left_in(parent, removes_unreadable=False)]
+        except OSError:
+            is_all = False
+            continue
+        for one in left:
+            path = _without_dots(one.destination.path)
+            if any(path.is_relative_to(name) for name in names):
+                try:
+                    with one.take(waits=False) as taken:
+                        taken.is_kept = False
+                except AiflameError:  # somebody is at it, or at one beside it
+                    is_all = False
+    return is_all
 
 
 def _without_dots(path: Path) -> Path:
@@ -315,7 +333,7 @@ def running(path: Path) -> Path | None:
     return next(found, None)
 
 
-def _left_in(parent: Path) -> Iterator[Unfinished]:
+def _left_in(parent: Path, *, removes_unreadable: bool = True) -> Iterator[Unfinished]:
     for directory in parent.iterdir():
         try:
             lock = _lock(directory)
@@ -326,7 +344,8 @@ def _left_in(parent: Path) -> Iterator[Unfinished]:
         except _NO_DESTINATION as error:
             # Killed at its very start, or while it was removed; else it is only that it cannot be
             # read now, as where descriptors have run out.
-            if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
+            is_lasting = not isinstance(error, OSError) or isinstance(error, FileNotFoundError)
+            if is_lasting and removes_unreadable:
                 shutil.rmtree(directory, ignore_errors=True)
         else:
             yield Unfinished(directory, destination)

@@ -104,9 +104,11 @@ _NEWEST_S, _NEWEST_LOOK_S = 5.0, 0.05
 _RESTART_S = 10.0
 # How often what is old is removed, and what could not be begun is tried again.
 _TIDY_S = 60.0
-# Free on a disk on which a stretch can be named: what finds no room there has another reason, as a
+# Free on a disk on which a stretch can be named: an error of SQLite's may have another reason, as a
 # disk that is damaged, and what is kept is not to go for that. Captures of stretches have some MB.
 _ROOM_BYTES = 256_000_000
+# As long as a stretch: what went is room for the next.
+_KEEP_LESS_S = 60.0
 # How often what was freed goes back to the kernel, besides after windows: it is most once the
 # stacks of all threads that there were at the start have been walked.
 _GIVE_BACK_S = 10.0
@@ -384,7 +386,7 @@ class _Agent:
         self._restart_at_s = 0.0
         self._stretch: Stretch | None = None
         self._tidied_s = time.monotonic()
-        self._kept_less_s = -_TIDY_S
+        self._kept_less_s = -_KEEP_LESS_S
         self._give_back_at_s = self._tidied_s + _GIVE_BACK_S
         self._untold_windows = 0
         self._told_ns = 0  # until when windows were told of, since the recording's start
@@ -543,18 +545,26 @@ class _Agent:
             return error
         return None
 
-    def _keep_less(self) -> None:
+    def _keep_less(self, *, is_known: bool) -> None:
         """Removes half of what has been sent, as there is no room to name or to queue.
 
         Once for all that found none: sinks, and stretches that an earlier agent has left.
+
+        Args:
+            is_known: An error said that the disk is full, and no other one.
         """
         now_s = time.monotonic()
-        disk = os.statvfs(self._config.agent.directory)
-        free_bytes = disk.f_bavail * disk.f_frsize
-        if now_s < self._kept_less_s + _TIDY_S or free_bytes > _ROOM_BYTES:
+        if now_s < self._kept_less_s + _KEEP_LESS_S or not (is_known or self._is_disk_full()):
             return
         self._kept_less_s = now_s
         self._drop_oldest((len(self._stretches.done(self._current)) + 1) // 2)
+
+    def _is_disk_full(self) -> bool:
+        try:
+            disk = os.statvfs(self._config.agent.directory)
+        except OSError:
+            return False
+        return disk.f_bavail * disk.f_frsize < _ROOM_BYTES or not disk.f_favail
 
     def _drop_oldest(self, most: int) -> int:
         dropped = self._stretches.drop_oldest(self._current, most)
@@ -639,7 +649,7 @@ class _Agent:
             self._left_out_paths.update(report.get("left_out_paths", ()))
             self._recorder.leave_out(self._left_out_paths)
         if "no_room" in report:  # for names, and for what is to be sent: more is needed than here
-            self._keep_less()
+            self._keep_less(is_known=report["no_room"])
         if "done" in report:
             held_back = report["losses"].get(LossKind.PODS_NOT_KNOWN.stored_name, 0)
             self._health.unready = words = _words_of_unknown(held_back)

@@ -16,24 +16,29 @@ from aiflame.agent.capture.workspace import discard_below
 FOLDER = "capture"
 
 
-def discard_left(directory: Path) -> None:
+def discard_left(directory: Path) -> bool:
     """Removes it; to be called while no capture is made.
 
     Args:
         directory: Of the agent.
+
+    Returns:
+        Whether nothing is left; else it is to be tried again.
     """
     own = directory / FOLDER
     with suppress(OSError):
         for left in own.iterdir():
             shutil.rmtree(left, ignore_errors=True)
-    discard_recordings(own)
+    return discard_recordings(own)
 
 
-def discard_recordings(folder: Path) -> None:
+def discard_recordings(folder: Path) -> bool:
     """Removes what is left of recordings for a folder that were killed.
 
     It lies where all recordings do, to be recovered; nobody asks for these, and they have no folder
     to go to any more.
     """
-    with suppress(OSError):
-        discard_below(folder)
+    try:
+        return discard_below(folder)
+    except OSError:
+        return False

@@ -84,6 +84,7 @@ class CaptureServer:
         self._processes = processes
         self._bring_newest = bring_newest
         self._running: _Running | None = None
+        self._may_be_left = True  # of an agent that was killed
         self._is_closed = False
         with ExitStack() as parts:
             try:
@@ -118,11 +119,12 @@ class CaptureServer:
         running, self._running = self._running, None
         if running is not None:
             self._end(running)
+            self._discard_left()
 
     def _run(self) -> None:
-        discard_left(self._config.agent.directory)  # of an agent that was killed
         while not self._is_closed:
             self._reap()
+            self._discard_left()
             try:
                 connection, _ = self._socket.accept()
             except TimeoutError:  # nobody came
@@ -133,6 +135,11 @@ class CaptureServer:
             with connection:
                 connection.settimeout(_REQUEST_S)
                 self._serve(connection)
+
+    def _discard_left(self) -> None:
+        """Removes what a killed capture, or one of a killed agent, has left, once it can."""
+        if self._may_be_left and self._running is None:
+            self._may_be_left = not discard_left(self._config.agent.directory)
 
     def _reap(self) -> None:
         running = self._running
@@ -155,7 +162,7 @@ class CaptureServer:
         # By itself it ends otherwise.
         if running.process.returncode < 0:  # it has removed nothing
             _await_end_of_group(running.process.pid)
-            discard_left(self._config.agent.directory)
+            self._may_be_left = True
         is_killed = running.process.returncode == -signal.SIGKILL and not is_told_to_end
         how = "killed, as where memory runs out" if is_killed else "over"
         self._log.say(f"capture of {running.words}: {how}; it took {took_s:.1f} s of CPU time")

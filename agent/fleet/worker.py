@@ -39,6 +39,7 @@ from aiflame.agent.fleet.spool import LEFT, Spool
 from aiflame.agent.fleet.stretch_naming import DATABASE, Lateness, StretchNaming, cost_of
 from aiflame.agent.fleet.stretches import TRIES, count_try, forget_tries, is_done, mark_done
 from aiflame.agent.inspector.fork_server import ForkRequests
+from aiflame.agent.limits import is_disk_full
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Process
@@ -257,7 +258,7 @@ class _Worker:
             self._log.say(f"stretch {folder.name} waits for room: {words_of(error)}")
             self._left.append(folder)
             forget_tries(folder)  # which are for what ends this process
-            self._report({"no_room": True})
+            self._report({"no_room": is_disk_full(error)})
             return
         self._log.say(f"stretch {folder.name} is lost: {words_of(error)}")
         mark_done(folder)

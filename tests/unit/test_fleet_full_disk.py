@@ -131,17 +131,26 @@ def test_where_there_is_no_room_to_name_half_of_what_was_sent_goes(
     for window in windows:
         agent._give(window)
         _sent(disk)
-    now_s, free = time.monotonic(), SimpleNamespace(f_bavail=10**6, f_frsize=4096)
-    monkeypatch.setattr(os, "statvfs", lambda _: free)
-    # GIVEN room THEN nothing goes: it was for another reason
-    agent._take_report({"no_room": True})
-    assert len(_kept(disk)) == 6
-    free.f_bavail = 10
-    for left in (3, 1, 0):
+    now_s, free = time.monotonic(), SimpleNamespace(f_bavail=10**6, f_frsize=4096, f_favail=9)
+
+    def statvfs(_: Path) -> SimpleNamespace:
+        if free.f_bavail < 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return free
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    # GIVEN an error that may have another reason, and room, or a disk that tells nothing
+    for free.f_bavail in (10**6, -1):
+        agent._take_report({"no_room": False})
+        # THEN nothing goes.
+        assert len(_kept(disk)) == 6
+    # GIVEN a disk that is full, without inodes, or said to be THEN half goes each minute.
+    cases = ((False, 10, 9), (False, 10**6, 0), (True, 10**6, 9))
+    for left, (is_known, free.f_bavail, free.f_favail) in zip((3, 1, 0), cases, strict=True):
         now_s += 60
         monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: now_s)
         for _ in range(3):  # each sink tells of it
-            agent._take_report({"no_room": True})
+            agent._take_report({"no_room": is_known})
         assert _kept(disk) == [window.start_ns for window in windows[6 - left :]]
 
 

@@ -201,9 +201,21 @@ def test_what_is_discarded_is_not_told_by_links(tmp_path: Path, candidates: list
 def test_who_discards_waits_for_nobody(tmp_path: Path, candidates: list[Path]) -> None:
     with _killed(tmp_path / "capture" / "a"):
         pass
-    with workspace._locked(candidates[0] / _RECORDINGS), pytest.raises(BlockingIOError):
-        discard_below(tmp_path / "capture")
+    with workspace._locked(candidates[0] / _RECORDINGS):
+        assert not discard_below(tmp_path / "capture")
     assert len(unfinished()) == 1
+    assert discard_below(tmp_path / "capture")
+    assert unfinished() == []
+
+
+def test_notes_that_cannot_be_understood_are_not_discarded_with_others(
+    tmp_path: Path, candidates: list[Path]
+) -> None:
+    # GIVEN a recording of another version, as it may be
+    with _killed(tmp_path / "a") as left:
+        (left.directory / "destination.json").write_text('{"to": "a"}')
+    assert discard_below(tmp_path)
+    assert left.directory.exists()
 
 
 def test_what_cannot_be_read_for_a_moment_is_kept(
