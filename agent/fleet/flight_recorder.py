@@ -46,28 +46,33 @@ class FlightRecorder:
     def __init__(self, directory: Path, last_ns: int) -> None:
         self.facts: dict[str, str | int] = {}
         self.end_ns = 0
-        found: list[Path] = []
+        found: dict[Path, int] = {}  # where each begins
         for folder in reversed(folders_of(directory)):
             try:
                 windows = RecordedWindows(folder)
             except (BadSegment, OSError):  # it has no window yet, or was removed
                 continue
-            if not self.facts:
-                self.end_ns = max((window.end_ns for window in windows), default=0)
-                if not self.end_ns:
-                    continue
-                self.facts = windows.facts
-            elif recording_of(windows.facts) != recording_of(self.facts):
+            if self.facts and recording_of(windows.facts) != recording_of(self.facts):
                 break
-            found.append(folder)
             begin_ns = int(folder.name) - int(windows.facts["started_unix_ns"])
-            if begin_ns <= self.end_ns - last_ns:
-                break
+            # Names go by the clock: of one that was set back, they are not in order.
+            if not found or begin_ns > max(found.values()):
+                end_ns = max((window.end_ns for window in windows), default=0)
+                if not end_ns:
+                    continue
+                self.facts, self.end_ns = windows.facts, end_ns
+            found[folder] = begin_ns
         if not found:
             raise AiflameError("nothing is recorded yet", "ask again in some seconds")
-        self._folders = found[::-1]
         self._begin_ns = self.end_ns - last_ns
-        self.stretches = len(found)
+        begins_ns = [*sorted(found.values()), self.end_ns]
+        folders = sorted(found, key=found.__getitem__)
+        self._folders = [
+            folder
+            for folder, following_ns in zip(folders, begins_ns[1:], strict=True)
+            if following_ns > self._begin_ns
+        ]
+        self.stretches = len(self._folders)
 
     def kept(self, binary: int) -> int | None:
         """Returns a descriptor of a file that stretches keep, by its number; None for none."""
