@@ -27,7 +27,7 @@ _NS_PER_S = 1_000_000_000
 # When it began (UTC), and then the milliseconds, so that names sort by time.
 _TIME = "%Y%m%dT%H%M%S"
 _ENDING = ".aiflame"
-# One that is written takes seconds, on a slow file system minutes; an older one was killed with.
+# Writing takes seconds, on a slow file system minutes: who was at an older one was killed.
 _UNFINISHED_S = 3600.0
 
 

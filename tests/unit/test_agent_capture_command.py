@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -19,6 +20,27 @@ from bench.large import write_capture
 from profiles import small_profile
 
 _WHAT = ("capture", "--all", "--last", "5s")
+
+
+def _asked(directory: Path, output: str, answer: Callable[[socket.socket], object]) -> int:
+    """Asks an agent there, which answers so; returns the exit code."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        with InDirectory(directory) as path:
+            server.bind(str(path))
+        server.listen(1)
+
+        def serve() -> None:
+            peer, _ = server.accept()
+            with peer:
+                peer.recv(1 << 16)
+                answer(peer)
+
+        with ThreadPoolExecutor(1) as pool:
+            served = pool.submit(serve)
+            words = ("--directory", str(directory), "-o", str(directory / output))
+            code = cli.main(["agent", *_WHAT, *words])
+            served.result()
+    return code
 
 
 @pytest.mark.parametrize("place", ["before", "after", "config", "variable", "after wins"])
@@ -94,22 +116,7 @@ def test_an_output_without_a_format_is_told_what_it_can_be(
 def test_what_is_no_answer_ends_in_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: bytes, said: str
 ) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-        with InDirectory(tmp_path) as path:
-            server.bind(str(path))
-        server.listen(1)
-
-        def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(1 << 16)
-                connection.send(answer)
-
-        with ThreadPoolExecutor(1) as pool:
-            served = pool.submit(serve)
-            words = ("--directory", str(tmp_path), "-o", str(tmp_path / "x.aiflame"))
-            assert cli.main(["agent", *_WHAT, *words]) == 1
-            served.result()
+    assert _asked(tmp_path, "x.aiflame", lambda peer: peer.send(answer)) == 1
     assert said in capsys.readouterr().err
 
 
@@ -145,22 +152,12 @@ def test_a_capture_that_finds_no_room_is_kept_elsewhere(
         fill(file, content)
 
     monkeypatch.setattr(outfile, "_fill", limited)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-        with InDirectory(tmp_path) as path:
-            server.bind(str(path))
-        server.listen(1)
-
-        def serve() -> None:
-            connection, _ = server.accept()
-            with connection, made.open("rb") as file:
-                connection.recv(1 << 16)
-                socket.send_fds(connection, [b'{"done": "web"}'], [file.fileno()])
-
-        with ThreadPoolExecutor(1) as pool:
-            served = pool.submit(serve)
-            words = ("--directory", str(tmp_path), "-o", str(tmp_path / output))
-            assert cli.main(["agent", *_WHAT, *words]) == 1
-            served.result()
+    with made.open("rb") as file:
+        fds = [file.fileno()]
+        found = _asked(
+            tmp_path, output, lambda peer: socket.send_fds(peer, [b'{"done": "web"}'], fds)
+        )
+    assert found == 1
     said = capsys.readouterr().err
     # THEN it is there, whole, where the message says; or else nothing is left of it
     assert "no space left" in said and not (tmp_path / output).exists()
