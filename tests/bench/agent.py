@@ -93,6 +93,10 @@ LOADS: dict[str, Sequence[Sequence[str]]] = {
     "execs": (*_SERVICES, (loads.PYTHON, "-c", _EXECS)),
     "crowd": (*_SERVICES, (loads.PYTHON, "-c", _CROWD)),
     "crowd-execs": (*_SERVICES, (loads.PYTHON, "-c", _CROWD), (loads.PYTHON, "-c", _EXECS)),
+    "crowd-churn": (
+        *(*_SERVICES, (loads.PYTHON, "-c", _CROWD), (loads.PYTHON, "-c", _EXECS)),
+        (loads.PYTHON, "-c", _FUNCTIONS),
+    ),
     "churn": (*_SERVICES, _shell(_PYTHON, 0.5), (loads.PYTHON, "-c", _FUNCTIONS)),
     "all": (
         *(*_SERVICES, *(_shell(_SHORT, 0.1),) * 5),
@@ -194,7 +198,8 @@ def _watch(agents: Sequence[Agent], seconds: float) -> None:
         print(
             f"{agent.program}: {sum(took.values()):.2f} % of one CPU, programs"
             f" {sum(each.run_time_ns for each in runs) / 1e7 / took_s:.2f} % besides,"
-            f" {sum(totals) / len(totals) / 1e6:.0f} MB, {max(totals) / 1e6:.0f} at most"
+            f" {sum(totals) / len(totals) / 1e6:.0f} MB, {max(totals) / 1e6:.0f} at most",
+            flush=True,
         )
         for role in sorted(took, key=lambda role: -took[role]):
             of_role = [each.get(role, 0) for each in seen]
@@ -215,6 +220,7 @@ def main() -> None:
     parser.add_argument("--load", choices=LOADS, default="quiet")
     parser.add_argument("--warm", type=float, default=40, help="seconds before it is measured")
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--times", type=int, default=1, help="how often it is measured")
     parser.add_argument("--options", default="--gpu none", help="of all agents")
     arguments = parser.parse_args()
     with ExitStack() as parts:
@@ -226,7 +232,8 @@ def main() -> None:
             agents.append(Agent(program, arguments.options.split(), folder))
             parts.callback(agents[-1].end)
         time.sleep(arguments.warm)
-        _watch(agents, arguments.seconds)
+        for _ in range(arguments.times):
+            _watch(agents, arguments.seconds)
 
 
 if __name__ == "__main__":
