@@ -15,6 +15,7 @@ from typing import Any
 
 from aiflame.agent.capture.labels import label_rows
 from aiflame.agent.capture.processes import processes_of
+from aiflame.agent.capture.removal import remove_processes
 from aiflame.agent.capture.schema import APPLICATION_ID, SCHEMA_VERSION, schema_sql
 from aiflame.agent.errors import AiflameError, DiskFull
 from aiflame.agent.limits import room_hint
@@ -121,6 +122,30 @@ class CaptureWriter:
         """Writes whose processes were, in the order of their ids; None of one that is nobody's."""
         ids = self._database.execute("SELECT id FROM processes ORDER BY id").fetchall()
         self.put("process_labels", label_rows([id_ for (id_,) in ids], labels))
+
+    def remove_processes(self, is_removed: Sequence[bool]) -> None:
+        """Removes processes with all that was known through them alone.
+
+        Args:
+            is_removed: Of each process, in the order of their ids.
+
+        Raises:
+            DiskFull: Nothing of the open transaction is kept.
+        """
+        ids = [id_ for (id_,) in self._database.execute("SELECT id FROM processes ORDER BY id")]
+        try:
+            removed = [id_ for id_, is_out in zip(ids, is_removed, strict=True) if is_out]
+            remove_processes(self._database, removed)
+        except sqlite3.Error as error:
+            raise _explained(error, self.path) from error
+
+    def remove_command_lines(self) -> None:
+        """Removes what processes were called with.
+
+        Raises:
+            DiskFull: Nothing of the open transaction is kept.
+        """
+        self._many("UPDATE processes SET command_line = '' WHERE command_line <> ''", [()])
 
     def put_meta(self, facts: dict[str, str | int]) -> None:
         """Writes key/value facts; words of a command line need not be UTF-8."""

@@ -700,11 +700,15 @@ class _Agent:
         else:
             old, self._config = self._config, new
             for key in NEEDS_RESTART:
-                before, after = (str(getattr(each.agent, key)) for each in (old, new))
-                if before != after:
+                before, after = (getattr(each.agent, key) for each in (old, new))
+                if str(before) != str(after):
                     self._log.say(f"{key} = {after} takes a restart; it stays {before}")
+                elif before != after:  # a secret shows nothing of itself
+                    self._log.say(f"{key} takes a restart; it stays as it was")
             self._config = AgentConfig(_with_fixed(new.agent, old.agent), new.sinks, new.warnings)
             self._log.say("the configuration was read again")
+            for warning in new.warnings:
+                self._log.say(f"warning: {warning}")
             self._say_sinks()
             self._captures.use(self._config)
             if self._naming is not None:

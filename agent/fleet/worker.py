@@ -317,11 +317,17 @@ class _Worker:
                 row = (kind.stored_name, sum(dropped.values()), f"{kind.meaning}: {which}")
                 writer.put("losses", [row])
             labels = self._labels(writer.processes())
-            if any(isinstance(sink, CaptureFiles) for sink in self._sinks.values()):
-                writer.put_labels(labels)  # who keeps the capture
             if self._labelling is not None:
                 more = self._labelling.losses
                 writer.put("losses", [(one.name, one.count, one.meaning) for one in more])
+                if None in labels:  # of what is left out
+                    writer.remove_processes([each is None for each in labels])
+                    labels = [each for each in labels if each is not None]
+            captures = [sink for sink in self._sinks.values() if isinstance(sink, CaptureFiles)]
+            if captures:
+                writer.put_labels(labels)  # who keeps the capture
+            if not any(sink.has_command_lines for sink in captures):
+                writer.remove_command_lines()
             writer.commit()
         finally:
             writer.close()

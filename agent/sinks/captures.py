@@ -51,6 +51,9 @@ class Settings:
         least=60,
         most=10 * 365 * 86400,
     )
+    command_lines: bool = setting(
+        Kind.FLAG, "also what processes were called with; what looks like a secret is masked", False
+    )
 
 
 class _File(NamedTuple):
@@ -65,9 +68,13 @@ class CaptureFiles:
     Args:
         settings: Where, and how many.
         node: Stands in their names.
+
+    Attributes:
+        has_command_lines: Whether command lines are for them.
     """
 
     def __init__(self, settings: Settings, node: str) -> None:
+        self.has_command_lines = settings.command_lines
         self._settings = settings
         node = re.sub(r"[^A-Za-z0-9._-]", "_", node)
         self._prefix = f"aiflame-{node}-"

@@ -248,6 +248,46 @@ def test_a_capture_from_before_devices_were_known(capture: Path) -> None:
     assert (profile.gpu.devices, len(profile.gpu.calls)) == ((), 0)
 
 
+def test_a_process_that_is_removed_leaves_nothing(capture: Path) -> None:
+    whole = read_capture(capture)
+    # WHEN all that the server did is removed
+    writer = CaptureWriter(capture, is_new=False)
+    writer.remove_processes([True, False])
+    writer.commit()
+    writer.close()
+    # THEN the other process has what it had
+    profile = read_capture(capture)
+    (helper,), (thread,) = profile.processes, profile.threads
+    assert (helper, thread.name) == (whole.processes[1], "helper")
+    assert profile.samples[["klass", "count", "ns"]].tolist() == [(0, 3, 30 * _MS)]
+    assert profile.functions == whole.functions[:1]
+    assert profile.binaries == whole.binaries[:1]
+    assert profile.losses == whole.losses
+    gpu = profile.gpu
+    assert (gpu.devices, gpu.reasons) == (whole.gpu.devices, whole.gpu.reasons)
+    assert not (gpu.kernels or gpu.codes or gpu.objects or gpu.instructions)
+    assert not sum(map(len, (gpu.calls, gpu.launches, gpu.samples, gpu.times, profile.waits)))
+    # AND no name of the server's is in the file, not even where rows were
+    content = capture.read_bytes()
+    for name in (b"--fast", b"worker", b"do_sys_read", b"train", b"libx", b"scale", b"vmulps"):
+        assert name not in content, name
+
+
+def test_processes_that_are_not_removed_stay_as_they_were(capture: Path) -> None:
+    whole = read_capture(capture)
+    writer = CaptureWriter(capture, is_new=False)
+    writer.remove_processes([False, True])
+    writer.commit()
+    writer.close()
+    profile = read_capture(capture)
+    assert profile.processes == whole.processes[:1]
+    assert profile.samples["ns"].sum() == whole.samples["ns"].sum() - 30 * _MS
+    assert profile.functions == whole.functions
+    assert profile.gpu.kernels == whole.gpu.kernels
+    assert profile.gpu.samples.tolist() == whole.gpu.samples.tolist()
+    assert b"helper" not in capture.read_bytes()
+
+
 _WHOSE = Labels(
     "shop", container_id="ab" * 32, container="web", node="n1", extra=(("team", "a"), ("x", "b"))
 )

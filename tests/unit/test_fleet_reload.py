@@ -55,6 +55,32 @@ def test_no_error_of_reading_ends_the_agent(tmp_path: Path, error: Exception) ->
     assert "the configuration stays as it was: " in _reloaded(tmp_path, fail)
 
 
+def test_a_reload_says_what_waits_for_a_restart_and_what_is_odd(tmp_path: Path) -> None:
+    class Captures:
+        def use(self, config: AgentConfig) -> None:
+            pass
+
+    def read(token: str, environment: dict[str, str]) -> AgentConfig:
+        path.write_text(f'health_token = "{token}"')
+        path.chmod(0o600)
+        return load(path, {}, environment)
+
+    path = tmp_path / "agent.toml"
+    before = read("first", {})
+    with (tmp_path / "log").open("wb") as file:
+        parts: dict[str, Any] = dict.fromkeys(inspect.signature(_Agent).parameters)
+        parts |= {"config": before, "log": Log(file.fileno()), "captures": Captures()}
+        # WHEN a secret has changed, and a variable is none of the settings
+        parts["reload"] = lambda: read("second", {"AIFLAME_STRECH": "5s"})
+        agent = _Agent(**parts)
+        agent._take_new_config()
+    # THEN both are said, without the secret
+    said = (tmp_path / "log").read_text()
+    assert "health_token takes a restart; it stays as it was" in said
+    assert "AIFLAME_STRECH is no setting" in said
+    assert "second" not in said
+
+
 @pytest.fixture
 def hang_up() -> Iterator[None]:
     before = signal.getsignal(signal.SIGHUP)

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.fleet.config import load
 from aiflame.agent.fleet.labelling import Labelling
 from aiflame.agent.fleet.log import Log
@@ -257,3 +258,36 @@ def test_a_file_of_the_agent_that_is_away_stops_no_sink(
     sender.send()
     sender.wait_until_sent()
     assert len(server.requests) == 1
+
+
+class _OneLeftOut(_OneLabelling):
+    """Leaves out all but the first process."""
+
+    def of(self, processes: Sequence[Process]) -> list[Labels | None]:
+        return [Labels(service="train"), *[None] * (len(processes) - 1)]
+
+
+@pytest.mark.parametrize("command_lines", [False, True])
+def test_captures_have_what_is_sent_and_no_more(
+    sender: _Sender, server: Server, tmp_path: Path, command_lines: bool
+) -> None:
+    # GIVEN rules that leave out one of two processes, a back-end, and a directory for captures
+    sender.worker._labelling = cast(Labelling, _OneLeftOut())
+    directory = tmp_path / "captures"
+    flags = {"sinks.otlp.url": server.url, "sinks.captures.directory": str(directory)}
+    sender.configure({**flags, "sinks.captures.command_lines": str(command_lines).lower()})
+    # WHEN a stretch is sent
+    sender.send()
+    sender.wait_until_sent()
+    # THEN the capture is of that process alone, with as many samples as the back-end has
+    (capture,) = directory.iterdir()
+    kept, whole = read_capture(capture), _profile()
+    assert [each.pid for each in kept.processes] == [whole.processes[0].pid]
+    assert kept.labels == (Labels(service="train"),)
+    sent = sender.metrics()["aiflame_export_sent_total", "otlp"]
+    assert 0 < kept.samples["count"].sum() == sent < whole.samples["count"].sum()
+    # AND has what it was called with where that is allowed
+    line = whole.processes[0].command_line
+    assert [each.command_line for each in kept.processes] == [line if command_lines else ""]
+    assert line
+    assert whole.processes[1].executable.encode() not in capture.read_bytes()
