@@ -41,7 +41,7 @@ Needs root, or CAP_BPF, CAP_PERFMON and CAP_SYS_PTRACE. What is missing without 
   CAP_CHECKPOINT_RESTORE   names of mapped files that were deleted or replaced
   CAP_SYS_NICE             keeping up on a busy machine
   CAP_SYS_ADMIN            kernel frames of threads asleep since before; on some kernels calls
-                           of device APIs, and sampling (Ubuntu, at kernel.perf_event_paranoid 4)
+                           of device APIs, and sampling (Debian and Ubuntu, by default)
 `aiflame doctor` says which of them matter here. Root gives up all others before it begins.
 
 EXAMPLES
@@ -57,7 +57,7 @@ EXAMPLES
 
 EXIT CODES
   0 done   1 failed   2 not possible as asked   3 not on this machine   4 no samples
-  130 a second Ctrl-C: nothing was written
+  130 a second Ctrl-C: what was not written yet is thrown away
   of -- CMD, if it ended before the recording was told to: CMD's, 128 + n if signal n killed it
 """
 

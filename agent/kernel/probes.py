@@ -139,8 +139,8 @@ def _close(fd: int | None) -> None:
         os.close(fd)
 
 
-# CAP_PERFMON is enough at the levels that Linux has, of which 2 is the highest. Ubuntu's kernels
-# have a level 4 that asks for CAP_SYS_ADMIN, and are at it (seen on 6.8.0-31).
+# CAP_PERFMON is enough at the levels that Linux has, of which 2 is the highest. Debian's kernels
+# have a level 3 that asks for CAP_SYS_ADMIN, Ubuntu's a level 4, and are at it.
 CLOCK_CURE = "run as root or with CAP_SYS_ADMIN, or: sudo sysctl kernel.perf_event_paranoid=2"
 
 
