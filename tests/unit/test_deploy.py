@@ -76,6 +76,17 @@ def test_systemd_takes_the_unit_and_finds_it_guarded(unit_here: Path) -> None:
     assert judged.returncode == 0, judged.stdout
 
 
+def test_each_probe_asks_what_it_is_for() -> None:
+    alive, started, ready = (
+        container()[f"{name}Probe"]["exec"]["command"]
+        for name in ("liveness", "startup", "readiness")
+    )
+    (file,) = container()["args"][2:]
+    # Without a path it is /healthz; a pod that is not ready is not to be started anew.
+    assert alive == started and alive[-2:] == ["--config", file]
+    assert ready == [*alive, "/readyz"]
+
+
 def test_what_is_written_outlives_the_container() -> None:
     mounted = {one["mountPath"]: one.get("readOnly", False) for one in container()["volumeMounts"]}
     assert container()["securityContext"]["readOnlyRootFilesystem"]
