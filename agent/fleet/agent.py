@@ -628,6 +628,7 @@ class _Agent:
                 self._log.say_seldom(ending, f"the process that names and sends {ending}")
                 self._naming.close()
                 self._naming = None
+                self._vitals.note_naming_ended()
         elif time.monotonic() >= self._restart_at_s:
             self._start_naming()
         if time.monotonic() - self._tidied_s >= _TIDY_S:

@@ -246,7 +246,7 @@ class _Answers:
         if path in (b"/healthz", b"/readyz"):
             trouble = self._vitals.trouble
             if path == b"/readyz":  # a probe of /healthz would end what records all else
-                trouble = trouble or self._unready()
+                trouble = trouble or self._vitals.unready or self._unready()
             status = http.HTTPStatus.SERVICE_UNAVAILABLE if trouble else http.HTTPStatus.OK
             return _Answer(status, f"{trouble or 'ok'}\n".encode())
         if path == b"/metrics":

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 # Windows are of a minute at most. A host at a load of 20 keeps the collector waiting for some.
 _ALIVE_S = 100.0
+# Three of a minute that found no room on disk, with the same crowd: one alone is counted.
+_KEPT_S = 220.0
+# Longer than from one stretch to the next, of two minutes at most by default: a process that names
+# and dies of each never gets so old.
+_STEADY_S = 150.0
+# Twice that: one that had run for months and was killed has another one that has named by then.
+_NAMED_S = 300.0
 # Reasons are texts of back-ends and of errors, and each is a time series.
 _MOST_REASONS = 20
 _OTHER_REASONS = "others"
@@ -88,6 +95,9 @@ class Vitals:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._window_s: float | None = None
+        self._kept_s: float | None = None
+        self._named_s = time.monotonic()
+        self._naming_since_s: float | None = None
         self._windows = self._windows_lost = self._stretches = self._stretches_lost = 0
         self._samples = Counter({kind.name.lower(): 0 for kind in SampleClass})
         self._lost: Counter[str] = Counter()
@@ -111,6 +121,8 @@ class Vitals:
         kinds, counts = window.samples["kind"], window.samples["count"]
         with self._lock:
             self._window_s = time.monotonic()
+            if is_kept:
+                self._kept_s = self._window_s
             self._windows += 1
             self._windows_lost += not is_kept
             for kind in SampleClass:
@@ -143,8 +155,20 @@ class Vitals:
     def note_naming_started(self) -> None:
         """Takes note that the process that names and sends is a new one."""
         with self._lock:
+            self._naming_since_s = time.monotonic()
             for export in self._exports.values():
                 export.begin()
+
+    def note_naming_ended(self) -> None:
+        """Takes note that there is none."""
+        with self._lock:
+            if self._is_naming_steady():
+                self._named_s = time.monotonic()
+            self._naming_since_s = None
+
+    def _is_naming_steady(self) -> bool:
+        since_s = self._naming_since_s
+        return since_s is not None and time.monotonic() - since_s >= _STEADY_S
 
     def note_report(self, report: Mapping[str, Any]) -> None:
         """Takes what the process that names and sends says of itself.
@@ -153,6 +177,8 @@ class Vitals:
         not come yet, and the next one counts it again, and what names lose is in no window.
         """
         with self._lock:
+            if "done" in report:
+                self._named_s = time.monotonic()
             self._stretches += "done" in report
             self._stretches_lost += "lost" in report
             self._lost.update(report.get("losses", {}))
@@ -171,6 +197,28 @@ class Vitals:
                 return "no window was recorded yet"
             silent_s = time.monotonic() - self._window_s
         return f"no window for {silent_s:.0f} s" if silent_s > _ALIVE_S else ""
+
+    @property
+    def unready(self) -> str:
+        """Why what is recorded does not get on, "" if it does.
+
+        To start the agent anew would make no room, and lose what others still tell of: it is not
+        unhealthy.
+        """
+        with self._lock:
+            now_s = time.monotonic()
+            if self._kept_s is None:
+                return "no window was kept yet: the log says why"
+            lost_s, unnamed_s = now_s - self._kept_s, now_s - self._named_s
+            is_steady = self._is_naming_steady()
+        if lost_s > _KEPT_S:
+            return f"no window was kept for {lost_s:.0f} s: the log says why"
+        if unnamed_s > _NAMED_S and not is_steady:
+            return (
+                f"nothing was named and queued for {unnamed_s:.0f} s, as the process that does it"
+                " does not stay: the log says why"
+            )
+        return ""
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics: a collector of prometheus_client."""

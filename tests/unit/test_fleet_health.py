@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
 import shutil
 import socket
 import ssl
@@ -15,17 +17,22 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from aiflame.agent.errors import AiflameError, UsageError
+from aiflame.agent.fleet import agent as fleet_agent
 from aiflame.agent.fleet import vitals as vitals_module
 from aiflame.agent.fleet.config import AgentSettings, load
 from aiflame.agent.fleet.health import HealthEndpoint, HealthServer
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.memory import MemoryUse
 from aiflame.agent.fleet.probe import trouble
+from aiflame.agent.fleet.stretches import Stretches
 from aiflame.agent.fleet.vitals import Vitals
 from aiflame.agent.recording.chance import Chances
+from aiflame.agent.recording.recorder import Progress
 from deployment import container
 from prometheus_client.parser import text_string_to_metric_families
 from windows import RandomRecording
@@ -85,6 +92,151 @@ def test_an_agent_is_healthy_while_windows_come(
     monkeypatch.setattr(vitals_module.time, "monotonic", lambda: later_s)
     code, words = _get(server.url + "/healthz")
     assert code == 503 and words.startswith("no window for 101 s")
+
+
+class _Clock:
+    """Of an agent, which goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1e6
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    made = _Clock()
+    monkeypatch.setattr(vitals_module, "time", made)
+    return made
+
+
+def test_an_agent_that_keeps_no_window_is_healthy_and_not_ready(clock: _Clock) -> None:
+    vitals, window = Vitals(), RandomRecording(1).windows(1)[0]
+    server = HealthServer(_settings(), vitals)
+
+    def windows(count: int, *, is_kept: bool) -> None:
+        for _ in range(count):  # of a minute each, as where the budget is exceeded
+            clock.now_s += 60
+            vitals.note_window(window, is_kept=is_kept)
+            vitals.note_report({"done": "x"})
+
+    try:
+        # GIVEN windows for which there is no room from the first on
+        windows(1, is_kept=False)
+        assert _get(server.url + "/healthz") == (200, "ok\n")
+        assert _get(server.url + "/readyz") == (503, "no window was kept yet: the log says why\n")
+        # WHEN there is room THEN it is ready, and stays so where one or two are lost
+        windows(1, is_kept=True)
+        assert _get(server.url + "/readyz") == (200, "ok\n")
+        windows(2, is_kept=False)
+        clock.now_s += 60
+        assert _get(server.url + "/readyz") == (200, "ok\n")
+        # AND WHEN none is kept for long THEN it is not, and is not to be started anew
+        windows(2, is_kept=False)
+        code, words = _get(server.url + "/readyz")
+        assert code == 503 and words.startswith("no window was kept for 300 s")
+        assert _get(server.url + "/healthz") == (200, "ok\n")
+        # AND with the next one that is, it is again
+        windows(1, is_kept=True)
+        assert _get(server.url + "/readyz") == (200, "ok\n")
+    finally:
+        server.close()
+
+
+def test_an_agent_whose_naming_process_does_not_stay_is_healthy_and_not_ready(
+    clock: _Clock,
+) -> None:
+    vitals, window = Vitals(), RandomRecording(1).windows(1)[0]
+    server = HealthServer(_settings(), vitals)
+
+    def passes(seconds: int, *, life_s: int = 0) -> None:
+        """Lets time pass, in which a process lives so long each time, 0 for none."""
+        for _ in range(0, seconds, 10):
+            clock.now_s += 10
+            vitals.note_window(window, is_kept=True)
+            if life_s:
+                vitals.note_naming_started()
+                clock.now_s += life_s
+                vitals.note_window(window, is_kept=True)
+                vitals.note_naming_ended()
+
+    try:
+        # GIVEN an agent that has just begun, and whose naming process cannot be started
+        passes(290)
+        assert _get(server.url + "/readyz") == (200, "ok\n")
+        # WHEN that goes on THEN it is not ready, and is not to be started anew
+        passes(20)
+        code, words = _get(server.url + "/readyz")
+        assert code == 503 and words.startswith("nothing was named and queued for 310 s")
+        assert _get(server.url + "/healthz") == (200, "ok\n")
+        # AND WHEN it can be, and dies again and again, THEN it is not either
+        passes(60, life_s=100)
+        assert _get(server.url + "/readyz")[0] == 503
+        # AND WHEN it names THEN it is, and so it is while one lives, whatever there is to name
+        vitals.note_naming_started()
+        vitals.note_report({"done": "x"})
+        assert _get(server.url + "/readyz") == (200, "ok\n")
+        passes(3600)
+        assert _get(server.url + "/readyz") == (200, "ok\n")
+        # AND that this one dies is no trouble until there is none for long
+        vitals.note_naming_ended()
+        passes(290)
+        assert _get(server.url + "/readyz") == (200, "ok\n")
+        passes(20)
+        assert _get(server.url + "/readyz")[0] == 503
+        # AND one that has lived for long is as good as one that has named
+        vitals.note_naming_started()
+        passes(150)
+        assert _get(server.url + "/readyz") == (200, "ok\n")
+    finally:
+        server.close()
+
+
+class _Naming:
+    """A process that names, until it is killed."""
+
+    def __init__(self, *_: object) -> None:
+        self.ending = ""
+
+    def tell(self, **_: object) -> None: ...
+
+    def pump(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def reports(self) -> list[dict[str, object]]:
+        return []
+
+    def ended(self) -> str:
+        return self.ending
+
+
+def test_an_agent_takes_note_that_its_naming_process_is_gone(
+    clock: _Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_agent, "NamingProcess", _Naming)
+    vitals, log = Vitals(), Log(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT))
+    parts: dict[str, Any] = dict.fromkeys(inspect.signature(fleet_agent._Agent).parameters)
+    parts |= {"config": load(None, {"directory": str(tmp_path / "agent")}, {}), "log": log}
+    parts |= {"vitals": vitals, "stretches": Stretches(tmp_path / "agent", log)}
+    parts["recorder"] = SimpleNamespace(table=None, leave_out=lambda _: None)
+    parts["signals"] = SimpleNamespace(take_copy_request=bool, take_reload_request=bool)
+    agent = fleet_agent._Agent(**parts)
+    # GIVEN one that has run for long
+    agent._start_naming()
+    clock.now_s += 1000
+    agent._every_interval(Progress(0, 0, 0, 0))
+    vitals.note_window(RandomRecording(1).windows(1)[0], is_kept=True)
+    assert vitals.unready == ""
+    # WHEN it ends, and there is no other one for long
+    naming: Any = agent._naming
+    naming.ending = "has ended: SIGKILL"
+    agent._every_interval(Progress(0, 0, 0, 0))
+    clock.now_s += 301
+    vitals.note_window(RandomRecording(1).windows(1)[0], is_kept=True)
+    # THEN the agent is not ready
+    assert vitals.unready.startswith("nothing was named and queued for 301 s")
 
 
 def test_that_rules_cannot_be_followed_makes_an_agent_not_ready(vitals: Vitals) -> None:
@@ -295,6 +447,15 @@ def test_a_probe_asks_as_the_kubelet_runs_it(
     # AND once it has, it is
     vitals.note_window(RandomRecording(1).windows(1)[0], is_kept=True)
     assert probed() == (0, "")
+    # AND that of readiness asks for more
+    lost = Vitals()
+    lost.note_window(RandomRecording(1).windows(1)[0], is_kept=False)
+    other = HealthServer(_settings(), lost)
+    variables = {"AIFLAME_HEALTH": other.url.removeprefix("http://")}
+    assert _probed(config, variables) == (0, "")
+    unready = (1, "no window was kept yet: the log says why\n")
+    assert _probed(config, variables, "readinessProbe") == unready
+    other.close()
     # AND a file is as good as a variable
     config.write_text(f'health = "{address}"\n')
     assert _probed(config, {}) == (0, "")
