@@ -17,7 +17,7 @@ from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import abi, descriptors, sysbpf
 from aiflame.agent.kernel.arch import this_architecture
 from aiflame.agent.kernel.btf import VMLINUX
-from aiflame.agent.kernel.loader import BCC_HINT, explain_failure
+from aiflame.agent.kernel.loader import BCC_HINT, explain_failure, locked_down
 from aiflame.agent.kernel.probes import CLOCK_CURE, online_cpus
 
 # PROC_PID_INIT_INO (include/linux/proc_ns.h): the initial pid namespace has this inode.
@@ -26,7 +26,7 @@ _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 # From this value on addresses are hidden from root, too (Documentation/admin-guide/sysctl/kernel).
 _HIDDEN_FROM_ALL = 2
 
-# On securityfs, which containers mostly do not mount.
+# On securityfs, which containers mostly do not mount: there loading says so (loader.py).
 _LOCKDOWN = Path("/sys/kernel/security/lockdown")
 # Value of the Seccomp line of /proc/PID/status (include/uapi/linux/seccomp.h).
 _SECCOMP_FILTER = "2"
@@ -114,10 +114,7 @@ def require_no_lockdown(path: Path = _LOCKDOWN) -> None:
         EnvironmentUnfit: The kernel is locked down for confidentiality.
     """
     if lockdown_mode(path) == "confidentiality":
-        raise EnvironmentUnfit(
-            "kernel lockdown is in confidentiality mode: nothing may read kernel memory",
-            "boot with lockdown=integrity, or without lockdown=",
-        )
+        raise locked_down()
 
 
 def has_seccomp_filter() -> bool:

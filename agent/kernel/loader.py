@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -51,6 +52,11 @@ _CGROUPS_MAX = 4096
 _SHORT_LIVED_MAX = 4096
 # Threads in a long wait that chance did not choose: as many as threads are followed.
 _SWEPT_MAX = 65536
+# What a verifier says of helpers that are there, and that lockdown keeps from programs
+# (bpf_tracing_func_proto of kernel/trace/bpf_trace.c, check_helper_call of kernel/bpf/verifier.c,
+# v6.1; newer ones have the second wording). bpf_probe_read_user is not among them. Containers have
+# no securityfs to ask.
+_READS_REFUSED = re.compile(r"(unknown func|cannot use helper) bpf_probe_read(_kernel)?(_str)?#")
 # Programs for calls: as all files are probed with, and those beside them of `calls_for_events`.
 _PLAIN, _FOR_EVENTS = "calls", "calls for events"
 BCC_HINT = "apt-get install python3-bpfcc  (Fedora: dnf install python3-bcc)"
@@ -415,6 +421,7 @@ def _load(loader: Loader, names: Collection[str], store: Store) -> dict[str, int
         # Another compiler's code may please this kernel.
         here = compile.compiler_words()
         is_hopeless = error.errno == errno.EPERM or here in (None, loader.bytecode.compiler)
+        is_hopeless = is_hopeless or _is_locked_down(error)
         if is_hopeless or not loader.replace(_compiled_here(store)):
             raise _explain_refusal(error) from error
     try:
@@ -543,7 +550,21 @@ def explain_failure(complaint: str) -> EnvironmentUnfit:
 def _explain_refusal(error: Refused) -> EnvironmentUnfit:
     if error.errno == errno.EPERM:
         return _not_permitted()
+    if _is_locked_down(error):
+        return locked_down()
     return EnvironmentUnfit(f"the kernel refuses a program: {error}")
+
+
+def _is_locked_down(error: Refused) -> bool:
+    return _READS_REFUSED.search(error.log) is not None
+
+
+def locked_down() -> EnvironmentUnfit:
+    """Returns what to say where programs may not read kernel memory."""
+    return EnvironmentUnfit(
+        "kernel lockdown is in confidentiality mode: nothing may read kernel memory",
+        "boot with lockdown=integrity, or without lockdown=",
+    )
 
 
 def _calls_refused(error: Refused | OSError) -> CallsRefused:

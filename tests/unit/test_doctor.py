@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pty
 import re
@@ -11,6 +12,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import support
@@ -20,7 +22,8 @@ from aiflame.agent.doctor.base import Check, Context, Finding, Result, Status, o
 from aiflame.agent.doctor.checks import AGENT_CHECKS, CHECKS, TARGET_CHECKS
 from aiflame.agent.doctor.text import as_json, exit_code, lines, summary
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.kernel import checks
+from aiflame.agent.kernel import checks, loader
+from aiflame.agent.kernel.bytecode import Refused
 from aiflame.agent.rights import Capability
 from aiflame.agent.symbols.kallsyms import KernelSymbols, KernelSymbolsHidden
 
@@ -216,6 +219,50 @@ def test_only_confidentiality_lockdown_prevents_recording(
             checks.require_no_lockdown(file)
     else:
         checks.require_no_lockdown(file)
+
+
+class _LoaderOf:
+    """A kernel that refuses all programs, with a verifier's last words."""
+
+    bytecode = SimpleNamespace(compiler="another one")
+
+    def __init__(self, words: str) -> None:
+        self._log = f"24: (85) call 4\n{words}\nprocessed 23 insns (limit 1000000)"
+
+    def load(self, names: object) -> dict[str, int]:
+        del names
+        raise Refused("on_clock", OSError(errno.EINVAL, os.strerror(errno.EINVAL)), self._log)
+
+    def replace(self, bytecode: object) -> bool:
+        raise AssertionError(f"another compiler is asked for {bytecode}")
+
+
+def _refusal(monkeypatch: pytest.MonkeyPatch, words: str, compiler: str | None) -> EnvironmentUnfit:
+    monkeypatch.setattr(loader.compile, "compiler_words", lambda: compiler)
+    kernel: Any = _LoaderOf(words)
+    with pytest.raises(EnvironmentUnfit) as caught:
+        loader._load(kernel, ["on_clock"], kernel)
+    return caught.value
+
+
+@pytest.mark.parametrize("helper", ["read_kernel#113", "read_kernel_str#115", "read#4"])
+@pytest.mark.parametrize("words", ["unknown func", "program of this type cannot use helper"])
+def test_lockdown_is_named_where_only_the_verifier_tells_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, helper: str
+) -> None:
+    # GIVEN a container, which has no securityfs
+    checks.require_no_lockdown(tmp_path / "lockdown")
+    # WHEN the kernel refuses a program THEN it is said as where there is one
+    said = _refusal(monkeypatch, f"{words} bpf_probe_{helper}", "a compiler")
+    (tmp_path / "lockdown").write_text("none integrity [confidentiality]\n")
+    with pytest.raises(EnvironmentUnfit) as caught:
+        checks.require_no_lockdown(tmp_path / "lockdown")
+    assert (str(said), said.hint) == (str(caught.value), caught.value.hint)
+
+
+def test_what_lockdown_does_not_keep_is_no_lockdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = _refusal(monkeypatch, "unknown func bpf_probe_read_user#112", None)
+    assert "unknown func bpf_probe_read_user#112" in str(said) and "lockdown" not in str(said)
 
 
 @pytest.mark.parametrize(
