@@ -43,6 +43,9 @@ class _Joins:
     def duties(self) -> dict[int, float]:
         return {}
 
+    def accounted_ns(self) -> int:
+        return 0
+
     def take_said(self) -> list[str]:
         return []
 

@@ -48,6 +48,9 @@ class _Thrifty:
     def duties(self) -> dict[int, float]:
         return {}
 
+    def accounted_ns(self) -> int:
+        return 0
+
     def take_said(self) -> list[str]:
         return []
 

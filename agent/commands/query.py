@@ -138,7 +138,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --by line: the innermost lines, also those of installed packages",
     )
-    agents = add("agents", "hosts, when they were last heard of, and what they lost", _agents)
+    agents = add(
+        "agents", "hosts: when last heard of, what recording costs them, what they lost", _agents
+    )
     _add_selection(agents, AGENT_LABELS)
     add_limit(agents, _DEFAULT_LIMIT)
     _add_diff(

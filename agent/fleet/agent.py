@@ -230,6 +230,7 @@ def run_agent(
         cgroups = _cgroups()
         steers = _steers(settings, cgroups)
         capture_processes = CaptureProcesses()
+        vitals = Vitals()
         recorder = parts.enter_context(
             Recorder(
                 target,
@@ -243,6 +244,7 @@ def run_agent(
                 steers=steers,
                 least_round_ns=_ROUND_NS,
                 helpers_cpu_ns=capture_processes.others_cpu_ns,
+                resident_bytes=vitals.resident_bytes,
                 window_ns=_WINDOW_NS,
                 libraries=() if prepared is None else prepared.files,
             )
@@ -250,7 +252,6 @@ def run_agent(
         recorder.table.know_cgroups(cgroups)
         recorder.start(None, log.say)
         facts = _facts(recorder, settings, target, command_words)
-        vitals = Vitals()
         health = HealthEndpoint(settings, vitals, log)
         parts.callback(health.close)
         bring_newest = functools.partial(_bring_newest, recorder, vitals)

@@ -138,7 +138,7 @@ class _Job:
             seen.add(window)
             begin_ns = begin_ns if lengths_ns else window.start_ns
             lengths_ns += window.end_ns - window.start_ns
-            cpu_ns += window.cost.cpu_ns
+            cpu_ns += window.cost.all_ns
             rss_bytes = max(rss_bytes, window.cost.rss_bytes)
         numbers = [*seen.processes]
         choice = self._choose([*seen.processes.values()])

@@ -204,6 +204,7 @@ class CostController:
         chances: What it said last.
         cost_ns_per_s: What the last window has cost, as far as it is paid from the budget.
         is_over: Whether that was more than the budget even with as little as may be done.
+        limit_cpus: The budget, in CPU seconds a second.
     """
 
     cpus: int
@@ -213,6 +214,7 @@ class CostController:
     chances: Chances = field(init=False)
     cost_ns_per_s: float = field(default=0.0, init=False)
     is_over: bool = field(default=False, init=False)
+    _accounted_ns: int = field(default=0, init=False)
     _told_ns: int = field(default=0, init=False)
     _told_cost_ns: float = field(default=0.0, init=False)
     _thrift: int = field(default=1, init=False)
@@ -243,12 +245,17 @@ class CostController:
             details_after_ns=self._details_after_ns(),
         )
 
+    @property
+    def limit_cpus(self) -> float:
+        return self.budget.ns_per_s(self.cpus) / _S
+
     def first(self) -> Chances:
         """Returns what a recording begins with."""
         return self.chances
 
     def next(self, load: Load) -> Chances:
         """Returns what is to hold after a window; one of no length changes nothing."""
+        self._accounted_ns = 0
         if load.window_ns <= 0:
             return self.chances
         switches, stacks = sum(load.by_cgroup.values()), load.stacks
@@ -269,6 +276,8 @@ class CostController:
             others *= windows_per_s
         stalls = sum(map(self.prices.of_stalls, load.helpers.values()))
         self.cost_ns_per_s = taken + others + (stacks * stack_price + stalls) * windows_per_s
+        cost_ns = self.cost_ns_per_s / windows_per_s
+        self._accounted_ns = round(cost_ns - load.own_cpu_ns * self.budget.with_own_cpu)
         left = _PLANNED_SHARE * budget - max(taken, expected) - others
         if self.budget.with_own_cpu:
             self._be_thrifty(load, _PLANNED_SHARE * budget)
@@ -300,6 +309,10 @@ class CostController:
     def duties(self) -> dict[int, float]:
         """Returns for how much of the time that is wanted stalls may be sampled, by process."""
         return self._duties
+
+    def accounted_ns(self) -> int:
+        """Returns what the last window has cost, without what the recorder's processes took."""
+        return self._accounted_ns
 
     def sent_at_once_s(self, wanted_s: float) -> float:
         """Returns how much is to be sent at once where so much is wanted, in seconds."""

@@ -129,7 +129,7 @@ class StretchNaming:
 
     Attributes:
         database: Its capture, once it is finished.
-        cpu_ns, rss_bytes: What the collector took: CPU time, and the most memory.
+        cpu_ns, rss_bytes: What recording it took: CPU time, and the most memory.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class StretchNaming:
             )
         with self._capture.expecting(windows):
             for window in windows:
-                self.cpu_ns += window.cost.cpu_ns
+                self.cpu_ns += window.cost.all_ns
                 self.rss_bytes = max(self.rss_bytes, window.cost.rss_bytes)
                 self._capture.put(window)
                 self._jit_symbols.put(window, self._capture.jit_symbols)
@@ -345,6 +345,6 @@ class StretchNaming:
 
 
 def cost_of(windows: Iterable[Window]) -> tuple[int, int]:
-    """Returns what the collector took in windows: CPU time in ns, and the most memory in bytes."""
-    cost = [(window.cost.cpu_ns, window.cost.rss_bytes) for window in windows]
+    """Returns what recording windows took: CPU time in ns, and the most memory in bytes."""
+    cost = [(window.cost.all_ns, window.cost.rss_bytes) for window in windows]
     return sum(cpu_ns for cpu_ns, _ in cost), max(rss_bytes for _, rss_bytes in cost)

@@ -133,6 +133,11 @@ class Vitals:
         with self._lock:
             self._memory, self._memory_limit = use, limit_bytes
 
+    def resident_bytes(self) -> int:
+        """Returns what its processes had when it looked last, without those that make captures."""
+        with self._lock:
+            return 0 if self._memory is None else self._memory.processes
+
     def note_cpu(self, seconds: float) -> None:
         """Takes what all processes of the agent have used since it was started."""
         with self._lock:

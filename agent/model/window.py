@@ -313,11 +313,26 @@ LOSS_DTYPE = np.dtype([("name", "<u4"), ("count", "<u8"), ("thread_ns", "<u8")])
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the recorder itself took in a window; cpu_ns with its helpers, bpf_ns as accounted."""
+    """What recording took in a window.
+
+    Attributes:
+        cpu_ns: CPU time of the recorder's process; of an agent, of all its processes but those that
+            make captures.
+        bpf_ns: CPU time in threads of targets, of programs in the kernel and of helpers, as an
+            agent's cost controller accounts it: events times what each takes. 0 where none does,
+            and of an agent's last window.
+        rss_bytes: The most memory that the recorder's process had; of an agent, what all of those
+            had when it looked last, each minute.
+    """
 
     cpu_ns: int = 0
     bpf_ns: int = 0
     rss_bytes: int = 0
+
+    @property
+    def all_ns(self) -> int:
+        """CPU time in all."""
+        return self.cpu_ns + self.bpf_ns
 
 
 NO_COST = Cost()

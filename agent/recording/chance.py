@@ -115,6 +115,12 @@ class Steers(Protocol):
         Those that are not named may be sampled for all of it.
         """
 
+    def accounted_ns(self) -> int:
+        """Returns what was taken in threads of targets in the window that `next` was told of last.
+
+        By programs and helpers: events times what each takes.
+        """
+
     def take_said(self) -> list[str]:
         """Returns what a user should know, each line once."""
 

@@ -201,6 +201,7 @@ class Recorder:
             that is new wakes the recorder up, and several share a round. `steers` may have it
             longer.
         helpers_cpu_ns: Tells what CPU time was taken so far by processes that this one has begun.
+        resident_bytes: Tells what memory there is to be stated with a window.
         with_thread_names: Reads what Python calls threads, where the kernel does not know.
         libraries: Files with functions of device APIs that processes are about to map.
         window_ns: How long windows are while no device is used: a multiple of INTERVAL_NS, and
@@ -226,6 +227,7 @@ class Recorder:
         accounts: KernelAccounts | None = None,
         least_round_ns: int = 0,
         helpers_cpu_ns: Callable[[], int] = lambda: 0,
+        resident_bytes: Callable[[], int] = lambda: _peak_rss_bytes(),
         with_thread_names: bool = False,
         window_ns: int = INTERVAL_NS,
         libraries: Sequence[Path] = (),
@@ -237,6 +239,7 @@ class Recorder:
         self._devices_drained_ns = 0  # since the start
         self._least_round_ns = self._round_ns = least_round_ns
         self._helpers_cpu_ns = helpers_cpu_ns
+        self._resident_bytes = resident_bytes
         self._with_thread_names = with_thread_names
         self._wanted = wanted
         self._steers = steers
@@ -262,6 +265,7 @@ class Recorder:
         self._window = WindowBuilder(_bounds(target, options))
         self._told_losses: Counter[LossKind] = Counter()
         self._told_cpu_ns, self._told_helpers_ns = time.process_time_ns(), helpers_cpu_ns()
+        self._took_ns: tuple[int, int] | None = None  # of processes, and in threads of targets
         self._switches_unseen = 0
         self._cpus_came = 0
         self._entering: Iterator[None] = iter(())
@@ -978,6 +982,7 @@ class Recorder:
             window_ns = boundary_ns - self._boundary_ns
             load = self._load(window_ns, sums, charged.totals)
             self._set_chances(self._steers.next(load))
+            self._took_ns = load.own_cpu_ns, self._steers.accounted_ns()
             self.devices.steer(self._steers.duties(), window_ns)
         found = [(each.keys, each.values) for each in (shared, filled)]
         return concatenated([exact, *found])
@@ -1004,9 +1009,6 @@ class Recorder:
             switches[0 if image is None else image.cgroup_id] += count
         counted = Counter(self._counters())
         new, self._told_counters = counted - self._told_counters, counted
-        helpers_ns, before_ns = self._helpers_cpu_ns(), self._told_helpers_ns
-        self._told_helpers_ns = helpers_ns
-        own_ns = time.process_time_ns() - self._told_cpu_ns
         joined = self.table.joined - self._told_losses[LossKind.SHORT_LIVED_JOINED]
         return Load(
             window_ns,
@@ -1014,11 +1016,20 @@ class Recorder:
             stacks=new[abi.Counter.WAITS_CHOSEN],
             samples=new[abi.Counter.SAMPLES],
             calls=new[abi.Counter.CALLS],
-            own_cpu_ns=own_ns + max(helpers_ns - before_ns, 0),
+            own_cpu_ns=self._take_cpu_ns(),
             bpf_ns=self._switch_cost.take(window_ns),
             helpers=self.devices.take_loads(),
             joined=joined,
         )
+
+    def _take_cpu_ns(self) -> int:
+        """Returns what this process, and those that it has begun, took since the last call."""
+        cpu_ns, helpers_ns = time.process_time_ns(), self._helpers_cpu_ns()
+        took_ns = cpu_ns - self._told_cpu_ns
+        # What the orphan of a helper took is in no sum any more.
+        took_ns += max(helpers_ns - self._told_helpers_ns, 0)
+        self._told_cpu_ns, self._told_helpers_ns = cpu_ns, helpers_ns
+        return took_ns
 
     def _set_chances(self, chances: Chances) -> None:
         write_chances(self._programs, chances, self._chances)
@@ -1053,10 +1064,9 @@ class Recorder:
             is_sample = kind is LossKind.EXCLUDED
             self._window.lose(kind, count, count * self._options.period_ns if is_sample else 0)
         self._told_losses = losses
-        cpu_ns, before_ns = time.process_time_ns(), self._told_cpu_ns
-        self._told_cpu_ns = cpu_ns
-        rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        cost = Cost(cpu_ns - before_ns, 0, rss_bytes)
+        cpu_ns, bpf_ns = self._took_ns or (self._take_cpu_ns(), 0)
+        self._took_ns = None
+        cost = Cost(cpu_ns, bpf_ns, self._resident_bytes())
         end_ns = self._since_start(boundary_ns)
         window = self._window.close(end_ns, is_last=is_last, cost=cost)
         if not is_last:
@@ -1202,6 +1212,10 @@ def _has_ended(pid: int, process_fd: int | None) -> bool:
     poll = select.poll()
     poll.register(process_fd, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def _peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _close(fd: int | None) -> None:

@@ -286,7 +286,8 @@ def agents(engine: Engine, selector: Selector, limit: int) -> Table:
     return Table(
         "Hosts",
         f"{selector.words}, longest silent first; times are UTC; recorded: seconds of these that"
-        " have come, gaps left out; CPU: of one processor, by what records",
+        " have come, gaps left out; CPU: of one processor, by the agent's processes and programs;"
+        " MB: the most that these processes had",
         ("last heard of", ">recorded", ">samples", ">CPU", ">MB", "host", "version", "lost"),
         tuple(
             (

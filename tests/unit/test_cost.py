@@ -584,3 +584,25 @@ def test_less_is_done_of_all_else_where_joining_is_not_enough() -> None:
     chances = _joining(controller, 150, lambda c: 0.006, 0)
     assert all(each.details_after_ns or each.thrift == 1 for each in chances)
     assert (chances[-1].thrift, chances[-1].details_after_ns) == (1, 0)
+
+
+def test_what_targets_pay_is_accounted_by_calibrated_prices() -> None:
+    # GIVEN a kernel that has counted for some seconds, and counts no more
+    controller = CostController(2)
+    _run(controller, 20, lambda _: {1: 50_000, 2: 300})
+    switches, calls = (
+        {1: 50_000, 2: 300},
+        HelperLoad(times=40, samples=3, read_outs=2, sampled_ns=1),
+    )
+    load = Load(5 * _S, switches, 600, 190, 70, own_cpu_ns=10**8, bpf_ns=None, helpers={1: calls})
+    controller.next(load)
+    # THEN programs and helpers have taken what they do on this machine, and processes not
+    given = Prices()
+    others = 190 * given.sample + 70 * (given.call + given.trap)
+    others += 40 * given.kernel_time + 3 * given.stall + 2 * given.read_out
+    wanted = 50_300 * _TRUE_SWITCH + 600 * _TRUE_STACK + others
+    assert controller.accounted_ns() == pytest.approx(wanted, rel=0.05)
+    assert controller.cost_ns_per_s * 5 == pytest.approx(controller.accounted_ns() + 10**8)
+    # AND in no time nothing
+    controller.next(replace(load, window_ns=0))
+    assert controller.accounted_ns() == 0

@@ -272,7 +272,7 @@ def test_a_stretch_that_cannot_be_named_late_stays_without_names(
     assert found == other.sums()
     assert "stays without names" in (tmp_path / "log").read_text()
     cost = [window.cost for window in agent.windows]
-    assert agent.stretch.cpu_ns == other.stretch.cpu_ns == sum(each.cpu_ns for each in cost)
+    assert agent.stretch.cpu_ns == other.stretch.cpu_ns == sum(each.all_ns for each in cost)
     assert agent.stretch.rss_bytes == max(each.rss_bytes for each in cost)
 
 
