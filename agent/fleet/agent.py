@@ -482,6 +482,7 @@ class _Agent:
         self._vitals.note_device_duty(wanted * min(duties.values(), default=1.0))
         if self._steers is not None:
             self._vitals.note_chances(self._steers.chances)
+            self._vitals.note_budget(self._steers.limit_cpus, is_over=self._steers.is_over)
             self._tell_thrift(self._steers.chances)
         try:
             self._put_with_room(window)

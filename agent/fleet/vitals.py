@@ -109,6 +109,9 @@ class Vitals:
         self._memory: MemoryUse | None = None
         self._memory_limit = 0
         self._cpu_s = self._seen_cpu_s = 0.0
+        self._cost_ns = Counter({"processes": 0, "programs": 0})
+        self._cost_limit_cpus: float | None = None
+        self._is_cost_over = False
 
     @property
     def windows(self) -> int:
@@ -125,6 +128,8 @@ class Vitals:
                 self._kept_s = self._window_s
             self._windows += 1
             self._windows_lost += not is_kept
+            self._cost_ns["processes"] += window.cost.cpu_ns
+            self._cost_ns["programs"] += window.cost.bpf_ns
             for kind in SampleClass:
                 self._samples[kind.name.lower()] += int(counts[kinds == kind].sum())
 
@@ -151,6 +156,11 @@ class Vitals:
             self._duty_ratio = 1 / chances.one_in
             self._thrift, self._delay_factor = chances.thrift, chances.delay_factor
             self._joins = chances.details_after_ns > 0
+
+    def note_budget(self, limit_cpus: float, *, is_over: bool) -> None:
+        """Takes what it may cost, and whether it costs more with as little as may be done."""
+        with self._lock:
+            self._cost_limit_cpus, self._is_cost_over = limit_cpus, is_over
 
     def note_device_duty(self, ratio: float) -> None:
         """Takes for which share of the time stalls of devices are sampled."""
@@ -283,6 +293,7 @@ class Vitals:
                 ),
             ):
                 yield GaugeMetricFamily(f"aiflame_{name}", words, number)
+            yield from self._of_cost()
             yield from self._of_memory()
             samples = CounterMetricFamily(
                 "aiflame_samples", "On CPU samples, off CPU intervals.", labels=["class"]
@@ -299,6 +310,31 @@ class Vitals:
                 lost.add_metric([name], count)
             yield lost
             yield from self._of_sinks()
+
+    def _of_cost(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        if self._cost_limit_cpus is None:
+            return
+        cost = CounterMetricFamily(
+            "aiflame_cost_cpu_seconds",
+            "CPU time that the budget is for, counted with each window: of processes, and of"
+            " programs and helpers in threads of targets.",
+            labels=["part"],
+        )
+        for part, ns in self._cost_ns.items():
+            cost.add_metric([part], ns / 1e9)
+        yield cost
+        yield GaugeMetricFamily(
+            "aiflame_cost_limit_cpus",
+            "The budget of both together, in CPU seconds a second.",
+            self._cost_limit_cpus,
+        )
+        yield GaugeMetricFamily(
+            "aiflame_cost_over_limit",
+            "Whether the last window cost more, with as little done as there may be.",
+            int(self._is_cost_over),
+        )
 
     def _of_memory(self) -> Iterator[Metric]:
         from prometheus_client.core import GaugeMetricFamily

@@ -25,13 +25,14 @@ from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.fleet import agent as fleet_agent
 from aiflame.agent.fleet import vitals as vitals_module
 from aiflame.agent.fleet.config import AgentSettings, load
+from aiflame.agent.fleet.cost import CostController
 from aiflame.agent.fleet.health import HealthEndpoint, HealthServer
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.memory import MemoryUse
 from aiflame.agent.fleet.probe import trouble
 from aiflame.agent.fleet.stretches import Stretches
 from aiflame.agent.fleet.vitals import Vitals
-from aiflame.agent.recording.chance import Chances
+from aiflame.agent.recording.chance import Chances, Load
 from aiflame.agent.recording.recorder import Progress
 from deployment import container
 from prometheus_client.parser import text_string_to_metric_families
@@ -212,17 +213,24 @@ class _Naming:
         return self.ending
 
 
+def _agent(
+    tmp_path: Path, vitals: Vitals, steers: CostController | None = None
+) -> fleet_agent._Agent:
+    log = Log(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT))
+    parts: dict[str, Any] = dict.fromkeys(inspect.signature(fleet_agent._Agent).parameters)
+    parts |= {"config": load(None, {"directory": str(tmp_path / "agent")}, {}), "log": log}
+    parts |= {"vitals": vitals, "stretches": Stretches(tmp_path / "agent", log), "steers": steers}
+    parts["recorder"] = SimpleNamespace(table=None, leave_out=lambda _: None)
+    parts["signals"] = SimpleNamespace(take_copy_request=bool, take_reload_request=bool)
+    return fleet_agent._Agent(**parts)
+
+
 def test_an_agent_takes_note_that_its_naming_process_is_gone(
     clock: _Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_agent, "NamingProcess", _Naming)
-    vitals, log = Vitals(), Log(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT))
-    parts: dict[str, Any] = dict.fromkeys(inspect.signature(fleet_agent._Agent).parameters)
-    parts |= {"config": load(None, {"directory": str(tmp_path / "agent")}, {}), "log": log}
-    parts |= {"vitals": vitals, "stretches": Stretches(tmp_path / "agent", log)}
-    parts["recorder"] = SimpleNamespace(table=None, leave_out=lambda _: None)
-    parts["signals"] = SimpleNamespace(take_copy_request=bool, take_reload_request=bool)
-    agent = fleet_agent._Agent(**parts)
+    vitals = Vitals()
+    agent = _agent(tmp_path, vitals)
     # GIVEN one that has run for long
     agent._start_naming()
     clock.now_s += 1000
@@ -277,6 +285,7 @@ def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals)
     vitals.note_cpu(1.25)
     vitals.note_chances(Chances(8, thrift=16, details_after_ns=1_000_000_000, delay_factor=2))
     vitals.note_device_duty(0.25)
+    vitals.note_budget(0.03, is_over=True)
     # WHEN they are asked for
     found = _metrics(server)
     # THEN they are what there was
@@ -291,6 +300,12 @@ def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals)
     assert sum(metric == "aiflame_lost_total" for metric, *_ in found) == 2
     assert found["aiflame_self_cpu_seconds_total",] == 3.5
     assert found["aiflame_resident_bytes",] == 11 and found["aiflame_map_bytes",] == 4
+    of_processes, of_programs = (
+        sum(getattr(window.cost, part) for window in windows) / 1e9 for part in ("cpu_ns", "bpf_ns")
+    )
+    assert found["aiflame_cost_cpu_seconds_total", "processes"] == of_processes
+    assert found["aiflame_cost_cpu_seconds_total", "programs"] == of_programs
+    assert found["aiflame_cost_limit_cpus",] == 0.03 and found["aiflame_cost_over_limit",] == 1
     assert found["aiflame_duty_ratio",] == 0.125
     assert found["aiflame_thrift",] == 16
     assert found["aiflame_delay_factor",] == 2
@@ -302,6 +317,30 @@ def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals)
     assert found["aiflame_export_dropped_total", "too old", "otlp"] == 7
     assert found["aiflame_spool_bytes", "otlp"] == 50
     assert found["aiflame_last_export_timestamp_seconds", "otlp"] == 1.5e9
+
+
+def test_an_agent_tells_of_its_budget_and_that_it_is_over_it(
+    server: HealthServer, vitals: Vitals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steers = CostController(2)
+    agent = _agent(tmp_path, vitals, steers)
+    monkeypatch.setattr(agent, "_put_with_room", lambda _: None)
+    window = RandomRecording(1).windows(1)[0]
+    agent._give(window)
+    found = _metrics(server)
+    assert found["aiflame_cost_limit_cpus",] == 0.03 and found["aiflame_cost_over_limit",] == 0
+    # WHEN it takes half of a CPU for long THEN it says so
+    while not steers.is_over:
+        steers.next(Load(60 * 10**9, {}, 0, 0, 0, own_cpu_ns=30 * 10**9, bpf_ns=None))
+    agent._give(window)
+    assert _metrics(server)["aiflame_cost_over_limit",] == 1
+
+
+def test_an_agent_that_takes_no_stack_of_waits_tells_of_no_budget(
+    server: HealthServer, vitals: Vitals
+) -> None:
+    vitals.note_window(RandomRecording(1).windows(1)[0], is_kept=True)
+    assert not [metric for metric, *_ in _metrics(server) if metric.startswith("aiflame_cost_")]
 
 
 def test_counters_go_on_where_the_process_that_sends_is_a_new_one(
@@ -336,6 +375,7 @@ def test_reasons_of_drops_are_no_flood_of_series(server: HealthServer, vitals: V
 def test_each_metric_is_described(server: HealthServer, vitals: Vitals) -> None:
     vitals.note_report({"sinks": _SINKS})
     vitals.note_memory(MemoryUse(1, 2, 3, 4), 150)
+    vitals.note_budget(0.03, is_over=False)
     described = (Path(__file__).parents[2] / "deploy/README.md").read_text()
     families = [*text_string_to_metric_families(_get(server.url + "/metrics")[1])]
     assert len(families) > 10
