@@ -23,7 +23,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiflame.agent.allocator import PagesOfFiles, give_back_freed_memory, map_large_blocks
 from aiflame.agent.capture.writer import CaptureWriter
@@ -71,6 +71,18 @@ _ENCODE_AGAIN_S = (1.0, 4.0)
 _NOT_MADE = "the sink does not work"
 # What is left for ending, of the time until the end.
 _ENDING_S = 0.5
+
+
+class _Untold(NamedTuple):
+    """What no stretch has told of yet.
+
+    Attributes:
+        dropped: Samples, by sink and reason.
+        lost: Of earlier stretches.
+    """
+
+    dropped: Counter[str]
+    lost: Counter[LossKind]
 
 
 class _Worker:
@@ -269,13 +281,17 @@ class _Worker:
         """Gives a stretch to all sinks; from then on it is theirs."""
         if self._config is not None:
             self._make_sinks(self._config)
+        untold = self._take_untold()
         try:
-            named = self._complete(database, cpu_ns, rss_bytes)
+            named = self._complete(database, cpu_ns, rss_bytes, untold)
             for name, sink in self._sinks.items():
                 if isinstance(sink, CaptureFiles):
                     self._keep(name, sink, database, int(folder.name))  # when it began
             summary = self._encode(folder.name, named)
         except Exception as error:  # of one stretch
+            # The next one tells of them: a sink that has this one hears of them twice.
+            self._dropped.update(untold.dropped)
+            self._lost.update(untold.lost)
             self._give_up(folder, error)
             return
         finally:
@@ -296,25 +312,31 @@ class _Worker:
             }
         )
 
-    def _complete(self, database: Path, cpu_ns: int, rss_bytes: int) -> NamedStretch:
-        """Writes what is only known when a stretch is over: also what was dropped of others."""
+    def _take_untold(self) -> _Untold:
+        """Returns what was lost of other stretches since the last call."""
         self._drop_left()
         dropped, self._dropped = self._dropped, Counter()
         for name, counts in self._counts.items():
             for reason, samples in counts.take_dropped().items():
                 dropped[f"{name}: {reason}"] += samples
+        lost, self._lost = self._lost, Counter()
+        return _Untold(dropped, lost)
+
+    def _complete(
+        self, database: Path, cpu_ns: int, rss_bytes: int, untold: _Untold
+    ) -> NamedStretch:
+        """Writes what is only known when a stretch is over: also what was lost of others."""
         writer = CaptureWriter(database, is_new=False)
         try:
             writer.put_meta(
                 {"complete": 1, "recorder_cpu_ns": cpu_ns, "recorder_peak_rss_bytes": rss_bytes}
             )
-            lost, self._lost = self._lost, Counter()
-            for kind, count in lost.items():
+            for kind, count in untold.lost.items():
                 writer.put("losses", [(kind.stored_name, count, kind.meaning)])
-            if dropped:
+            if untold.dropped:
                 kind = LossKind.NOT_DELIVERED
-                which = ", ".join(f"{count:,} of {what}" for what, count in dropped.items())
-                row = (kind.stored_name, sum(dropped.values()), f"{kind.meaning}: {which}")
+                which = ", ".join(f"{count:,} of {what}" for what, count in untold.dropped.items())
+                row = (kind.stored_name, untold.dropped.total(), f"{kind.meaning}: {which}")
                 writer.put("losses", [row])
             labels = self._labels(writer.processes())
             if self._labelling is not None:

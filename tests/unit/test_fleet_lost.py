@@ -41,7 +41,7 @@ def worker(tmp_path: Path) -> Iterator[_Worker]:
 def _told(worker: _Worker, path: Path) -> dict[str, int]:
     """Returns the losses of the next stretch."""
     CaptureWriter(path).close()
-    worker._complete(path, 0, 0)
+    worker._complete(path, 0, 0, worker._take_untold())
     with sqlite3.connect(path) as database:
         return dict(database.execute("SELECT name, count FROM losses"))
 

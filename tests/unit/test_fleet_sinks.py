@@ -14,7 +14,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.errors import DiskFull
 from aiflame.agent.fleet.config import load
+from aiflame.agent.fleet.fork import ForkEnded
 from aiflame.agent.fleet.labelling import Labelling
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.stretch_naming import Lateness
@@ -92,14 +95,21 @@ class _Sender:
 
     def send(self) -> dict[str, int]:
         """Sends a stretch; returns what it says was lost of those before."""
+        losses: dict[str, int] = self._sent()["losses"]
+        return losses
+
+    def fail_to_send(self) -> None:
+        """Has a stretch that cannot be sent."""
+        assert "done" not in self._sent()
+
+    def _sent(self) -> dict[str, Any]:
         self._stretches += 1
         folder = self._folder / str(self._stretches)
         folder.mkdir(parents=True)
         database = folder / "capture.aiflame"
         write_capture(_profile(), database)
         self.worker._send(folder, database, 0, 0)
-        losses: dict[str, int] = self._heard()["losses"]
-        return losses
+        return self._heard()
 
     def _heard(self) -> dict[str, Any]:
         report: dict[str, Any] = json.loads(self._ours.recv(1 << 16))
@@ -150,6 +160,42 @@ def test_what_was_dropped_before_a_new_configuration_is_told_after_it(
     # THEN the next stretch tells of it, once
     assert sender.send()["not_delivered"] > 0
     assert "not_delivered" not in sender.send()
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "error"),
+    [
+        (CaptureWriter, "processes", DiskFull("no space left on device")),
+        (_Worker, "_encode", ForkEnded("the process that encodes it has ended")),
+    ],
+)
+def test_what_was_dropped_is_told_after_a_stretch_that_could_not_be_sent(
+    sender: _Sender,
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    where: type,
+    what: str,
+    error: Exception,
+) -> None:
+    # GIVEN a back-end that refuses a stretch, and another stretch that was lost
+    sender.configure({"sinks.otlp.url": server.url})
+    server.answers = [Reply(400, b"never")]
+    sender.send()
+    sender.wait_until_sent()
+    sender.worker.take({"lost": 2})
+
+    # WHEN the next one finds no room on the disk, or nobody comes to the end of encoding it
+    def fails(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, what, fails)
+        sender.fail_to_send()
+    # THEN the one after tells of both, once.
+    told = sender.send()
+    assert told["not_delivered"] == int(_profile().samples["count"].sum())
+    assert told["stretches_lost"] >= 2
+    assert not {"not_delivered", "stretches_lost"} & sender.send().keys()
 
 
 def test_no_count_goes_back_with_a_new_configuration(sender: _Sender, server: Server) -> None:
