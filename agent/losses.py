@@ -545,6 +545,12 @@ class LossKind(enum.Enum):
         "stretches of time that an agent recorded, and neither named nor sent",
         cure="the agent's log says why; raise keep_size where they had no room",
     )
+    WINDOWS_LOST = _Entry(
+        "windows of some seconds that an agent recorded, and that found no room on its disk: what"
+        " was in them is nowhere",
+        cure="free some space where `directory` is, or lower keep_size and spool_size",
+        is_of_time=True,
+    )
     CAPTURES_NOT_WRITTEN = _Entry(
         "captures that an agent was to keep, and could not write",
         cure="free some space where the sink captures writes to, or set another directory",

@@ -13,6 +13,7 @@ import os
 import platform
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -394,6 +395,7 @@ class _Agent:
         self._told_thrift = 1, 1  # and the factor of delays
         self._said_devices: set[tuple[str, ...]] = set()
         self._windows_lost = 0
+        self._untold: Counter[str] = Counter()  # losses that no stretch has told of yet
         self._left_out_paths: set[str] = set()
         self._memory = MemoryBudget(recorder, log)
         self._pages = PagesOfFiles()
@@ -465,6 +467,8 @@ class _Agent:
         self._recorder.leave_out(())
         self._told_thrift = 1, 1
         self._vitals.note_naming_started()
+        if self._untold:  # as far as one before it was told, it came to nothing
+            naming.tell(lost=dict(self._untold))
         current = self._stretch
         for folder in self._stretches.undone():
             if current is None or folder != current.folder:
@@ -489,6 +493,7 @@ class _Agent:
         except AiflameError as error:
             self._vitals.note_window(window, is_kept=False)
             self._windows_lost += 1
+            self._lose(LossKind.WINDOWS_LOST, 1)
             self._log.say_seldom("window lost", f"{self._windows_lost:,} windows are lost: {error}")
             return
         self._vitals.note_window(window, is_kept=True)
@@ -509,6 +514,12 @@ class _Agent:
         is_long = window.end_ns + half_ns - stretch.started_ns >= wanted_s * _NS_PER_S
         if is_long and not self._signals.requested:  # what comes at the end has no length
             self._cut()
+
+    def _lose(self, kind: LossKind, count: int) -> None:
+        """Has the next stretch that is sent tell of a loss."""
+        self._untold[kind.stored_name] += count
+        if self._naming is not None:
+            self._naming.tell(lost={kind.stored_name: count})
 
     def _tell_windows(self) -> None:
         """Tells the process that names of the windows that are there since."""
@@ -654,6 +665,7 @@ class _Agent:
         if "no_room" in report:  # for names, and for what is to be sent: more is needed than here
             self._keep_less(is_known=report["no_room"])
         if "done" in report:
+            self._untold -= Counter(report["losses"])
             held_back = report["losses"].get(LossKind.PODS_NOT_KNOWN.stored_name, 0)
             self._health.unready = words = _words_of_unknown(held_back)
             if words:
@@ -670,8 +682,9 @@ class _Agent:
         unsent = self._stretches.trim(
             self._current, time.time_ns(), settings.keep, settings.keep_size
         )
-        if unsent and self._naming is not None:
-            self._naming.tell(lost=unsent)
+        if unsent:
+            self._vitals.note_stretches_lost(unsent)
+            self._lose(LossKind.STRETCHES_LOST, unsent)
         if not room_only:
             self._tidied_s = time.monotonic()
             if self._prepared is not None:

@@ -133,6 +133,11 @@ class Vitals:
             for kind in SampleClass:
                 self._samples[kind.name.lower()] += int(counts[kinds == kind].sum())
 
+    def note_stretches_lost(self, count: int) -> None:
+        """Counts stretches that were removed before they were sent."""
+        with self._lock:
+            self._stretches_lost += count
+
     def note_memory(self, use: MemoryUse, limit_bytes: int) -> None:
         """Takes what processes and maps have, and what processes may."""
         with self._lock:
@@ -249,7 +254,11 @@ class Vitals:
                 ("windows", "Windows that were recorded, of a minute or less.", self._windows),
                 ("windows_lost", "Those for which there was no room on disk.", self._windows_lost),
                 ("stretches", "Stretches that were named and queued.", self._stretches),
-                ("stretches_lost", "Those that could not be.", self._stretches_lost),
+                (
+                    "stretches_lost",
+                    "Those that could not be, or were dropped before.",
+                    self._stretches_lost,
+                ),
                 (
                     "self_cpu_seconds",
                     "CPU time of the agent's processes, those that make captures included, looked"

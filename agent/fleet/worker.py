@@ -40,7 +40,7 @@ from aiflame.agent.fleet.stretch_naming import DATABASE, Lateness, StretchNaming
 from aiflame.agent.fleet.stretches import TRIES, count_try, forget_tries, is_done, mark_done
 from aiflame.agent.inspector.fork_server import ForkRequests
 from aiflame.agent.limits import is_disk_full
-from aiflame.agent.losses import LossKind
+from aiflame.agent.losses import KINDS_BY_NAME, LossKind
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Process
 from aiflame.agent.sinks.capture_worker import messages
@@ -138,7 +138,8 @@ class _Worker:
             self._lateness.thrift = int(message["thrift"])
             self._lateness.delay_factor = int(message["delay_factor"])
         elif "lost" in message:
-            self._lost[LossKind.STRETCHES_LOST] += int(message["lost"])
+            for name, count in message["lost"].items():
+                self._lost[KINDS_BY_NAME[name]] += int(count)
         elif "less" in message:
             gc.collect()
             give_back_freed_memory()

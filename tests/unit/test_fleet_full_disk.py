@@ -7,6 +7,7 @@ import errno
 import inspect
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +69,8 @@ def agent(disk: _Disk, tmp_path: Path) -> _Agent:
         "facts": {"started_unix_ns": time.time_ns() - 3600 * _NS_PER_S},
         "log": Log(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)),
         "vitals": Vitals(),
+        "recorder": SimpleNamespace(table=None, leave_out=lambda _: None),
+        "health": SimpleNamespace(unready=""),
     }
     made = _Agent(**parts)
     # Clocks are those of the test: windows came in the last minutes.
@@ -152,6 +155,58 @@ def test_where_there_is_no_room_to_name_half_of_what_was_sent_goes(
         for _ in range(3):  # each sink tells of it
             agent._take_report({"no_room": is_known})
         assert _kept(disk) == [window.start_ns for window in windows[6 - left :]]
+
+
+class _Naming:
+    """What the process that names and sends is told; it does nothing."""
+
+    def __init__(self, *_: object) -> None:
+        self.lost: Counter[str] = Counter()
+
+    def tell(self, **message: Any) -> None:
+        self.lost.update(message.get("lost", {}))
+
+    def give(self, windows: int) -> None:
+        pass
+
+
+def test_what_is_lost_while_nobody_sends_is_told_until_a_stretch_has_it(
+    disk: _Disk, agent: _Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[_Naming] = []
+
+    def naming(*_: object) -> _Naming:
+        made.append(_Naming())
+        return made[-1]
+
+    monkeypatch.setattr("aiflame.agent.fleet.agent.NamingProcess", naming)
+    # GIVEN two stretches that go unsent, and a window without room, while no process sends
+    windows = _minutes(6)
+    for window in windows[:3]:
+        agent._give(window)
+    settings = agent._config.agent
+    agent._config = AgentConfig(replace(settings, keep_size=disk.used_bytes() // 2), {})
+    agent._tidy(room_only=True)
+    agent._config = AgentConfig(settings, {})
+    disk.room_bytes = disk.used_bytes()
+    agent._give(windows[3])
+    wanted = {"windows_lost": 1, "stretches_lost": 2}
+    # WHEN one is started THEN it is told of both, and so is the next one if that does not last.
+    for number in range(2):
+        agent._start_naming()
+        assert made[number].lost == wanted
+    # AND another window that is lost is told of once.
+    agent._give(windows[4])
+    wanted["windows_lost"] = 2
+    assert made[-1].lost == wanted
+    # WHEN a stretch has told of them all THEN no later process is.
+    losses = {**wanted, "stack_lost": 7}
+    agent._take_report({"done": "1", "samples": 0, "duration_ns": 0, "losses": losses})
+    agent._start_naming()
+    assert not made[-1].lost
+    # AND metrics have them.
+    metrics = {x.name: x.value for family in agent._vitals.collect() for x in family.samples}
+    assert metrics["aiflame_stretches_lost_total"] == metrics["aiflame_windows_lost_total"] == 2
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EMFILE])

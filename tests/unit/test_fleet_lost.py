@@ -51,15 +51,15 @@ def test_what_was_not_sent_and_not_written_is_told_once(worker: _Worker, tmp_pat
         def put(self, database: Path, started_unix_ns: int) -> None:
             raise AiflameError("no space left on device")
 
-    # GIVEN a stretch that cannot be read, two that the collector had no room for, a full disk
+    # GIVEN a stretch that cannot be read, what the collector had no room for, a full disk
     for name in ("1", "2"):
         (tmp_path / name).mkdir()
     worker._give_up(tmp_path / "1", ValueError("no window"))
-    worker.take({"lost": 2})
+    worker.take({"lost": {"stretches_lost": 2, "windows_lost": 5}})
     worker._keep("captures", cast(CaptureFiles, Full()), tmp_path, 0)
     # THEN the next stretch tells of them, and the one after that does not
     found = _told(worker, tmp_path / "next.aiflame")
-    assert found == {"stretches_lost": 3, "captures_not_written": 1}
+    assert found == {"stretches_lost": 3, "windows_lost": 5, "captures_not_written": 1}
     assert _told(worker, tmp_path / "later.aiflame") == {}
 
 

@@ -182,7 +182,7 @@ def test_what_was_dropped_is_told_after_a_stretch_that_could_not_be_sent(
     server.answers = [Reply(400, b"never")]
     sender.send()
     sender.wait_until_sent()
-    sender.worker.take({"lost": 2})
+    sender.worker.take({"lost": {"stretches_lost": 2}})
 
     # WHEN the next one finds no room on the disk, or nobody comes to the end of encoding it
     def fails(*_: object) -> None:
