@@ -47,6 +47,18 @@ def batches_of(profile: Profile, labels: Sequence[Labels | None]) -> Iterator[Ba
             yield Batch(one, part, recording.started_unix_ns, recording.duration_ns)
 
 
+def batch_of_nobody(profile: Profile, node: str) -> Batch:
+    """Returns what a stretch tells of its host alone: what was lost, and what the agent took.
+
+    Args:
+        profile: Of the stretch.
+        node: The host's name.
+    """
+    part = _Division(profile, np.full(len(profile.processes), -1, np.int64), 1).part(0)
+    recording = profile.recording
+    return Batch(Labels("", node=node), part, recording.started_unix_ns, recording.duration_ns)
+
+
 def _attributed(gpu: GpuProfile) -> GpuProfile:
     """Settles which launches samples belong to: estimates may depend on all that there is."""
     if not len(gpu.samples) and not len(gpu.times):

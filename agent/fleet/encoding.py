@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.errors import AiflameError
-from aiflame.agent.fleet.batches import batches_of
+from aiflame.agent.fleet.batches import batch_of_nobody, batches_of
 from aiflame.agent.fleet.fork import Fork, ForkEnded
 from aiflame.agent.fleet.log import words_of
 from aiflame.agent.losses import LossKind
@@ -49,10 +49,12 @@ class NamedStretch:
     Attributes:
         database: Its capture, which is complete.
         labels: Of each of its processes, None of what is left out.
+        node: The host's name.
     """
 
     database: Path
     labels: Sequence[Labels | None]
+    node: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,8 @@ def _encode(stretch: NamedStretch, sinks: Mapping[str, RequestSink], pipe: IO[by
         batches, unnamed = limited(batches_of(profile, stretch.labels)) if sinks else ([], 0)
         if unnamed:
             summary.losses[LossKind.NAMES_NOT_SENT.stored_name] = unnamed
+        if sinks and not batches:  # back-ends that keep what agents lost are told all the same
+            batches = [batch_of_nobody(profile, stretch.node)]
         del profile
     except Exception as error:
         _tell(pipe, {"error": words_of(error)})

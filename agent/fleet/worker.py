@@ -33,6 +33,7 @@ from aiflame.agent.fleet.delivery import Counts, Delivery
 from aiflame.agent.fleet.encoding import Encoder, NamedStretch, NotEncoded, Summary
 from aiflame.agent.fleet.fork import ForkEnded
 from aiflame.agent.fleet.labelling import Labelling, LeftOut
+from aiflame.agent.fleet.labels import plain
 from aiflame.agent.fleet.log import Log, words_of
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.spool import LEFT, Spool
@@ -354,7 +355,8 @@ class _Worker:
             writer.commit()
         finally:
             writer.close()
-        return NamedStretch(database, labels)
+        node = "" if self._config is None else plain(self._config.agent.node_name)
+        return NamedStretch(database, labels, node)
 
     def _labels(self, processes: Sequence[Process]) -> Sequence[Labels | None]:
         """Asks whose processes are, while it is known."""

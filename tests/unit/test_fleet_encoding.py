@@ -32,8 +32,14 @@ from aiflame.agent.fleet.stretch_naming import Lateness
 from aiflame.agent.fleet.worker import _Worker
 from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.profile import SPAN_DTYPE, Process
-from aiflame.agent.sinks.requests import Request
+from aiflame.agent.sinks.clickhouse import ClickHouseSink
+from aiflame.agent.sinks.otlp import OtlpSink
+from aiflame.agent.sinks.otlp import Settings as OtlpSettings
+from aiflame.agent.sinks.pyroscope import PyroscopeSink
+from aiflame.agent.sinks.pyroscope import Settings as PyroscopeSettings
+from aiflame.agent.sinks.requests import Request, RequestSink
 from aiflame.agent.sinks.written import Naming
+from aiflame.agent.store.address import Server, address_of
 from aiflame.agent.symbolize.files import GivenFiles
 from bench.large import write_capture
 from profiles import RECORDING, small_profile
@@ -99,7 +105,7 @@ def stretch(tmp_path: Path) -> NamedStretch:
     writer.put("losses", [(loss.name, loss.count, loss.meaning) for loss in profile.losses])
     writer.commit()
     writer.close()
-    return NamedStretch(tmp_path / "stretch.aiflame", [_OURS] * len(profile.processes))
+    return NamedStretch(tmp_path / "stretch.aiflame", [_OURS] * len(profile.processes), "n1")
 
 
 def test_requests_come_as_sinks_made_them(stretch: NamedStretch, forked: list[int]) -> None:
@@ -132,10 +138,30 @@ def test_requests_come_as_sinks_made_them(stretch: NamedStretch, forked: list[in
 
 
 def test_who_is_left_out_is_in_no_request(stretch: NamedStretch) -> None:
-    nobody = NamedStretch(stretch.database, [None] * len(stretch.labels))
-    with Encoder(nobody, {"labels": _Sink(_labels_in_words)}) as encoder:
-        assert encoder.summary().to_send == 0
-        assert [*encoder.requests("labels")] == []
+    # GIVEN a stretch all of whose processes are left out, or held back
+    nobody = replace(stretch, labels=[None] * len(stretch.labels))
+    address = address_of("clickhouse://localhost/aiflame", {})
+    assert isinstance(address, Server)
+    sinks: dict[str, RequestSink] = {
+        "pyroscope": PyroscopeSink(PyroscopeSettings(url="http://localhost:1")),
+        "otlp": OtlpSink(OtlpSettings(url="http://localhost:1")),
+        "clickhouse": ClickHouseSink(address),
+    }
+    # WHEN it is encoded
+    with Encoder(nobody, sinks) as encoder:
+        summary = encoder.summary()
+        assert summary.to_send == 0
+        requests = {name: [*encoder.requests(name)] for name in sinks}
+    # THEN back-ends of profiles get nothing, and the store what was lost, of this host.
+    assert requests["pyroscope"] == requests["otlp"] == []
+    (request,) = requests["clickhouse"]
+    head, _, rows = request.body.partition(b"\n")
+    assert head.startswith(b"agents ")
+    assert (request.begin_unix_ns, request.samples) == (RECORDING.started_unix_ns, 0)
+    told = [json.loads(row) for row in gzip.decompress(rows).splitlines()]
+    assert {row["node"] for row in told} == {"n1"}
+    assert {row["loss"]: row["lost"] for row in told} == {"": 0, **summary.losses}
+    assert summary.losses
 
 
 def test_a_capture_that_cannot_be_read_is_told(stretch: NamedStretch) -> None:

@@ -197,7 +197,7 @@ def test_a_flood_is_told_of_a_stretch(tmp_path: Path) -> None:
     spans["sample"], spans["seconds"] = np.arange(len(spans)), 1
     spans["count"], spans["ns"] = whole.samples["count"], whole.samples["ns"]
     write_capture(replace(whole, spans=spans), tmp_path / "stretch.aiflame")
-    with Encoder(NamedStretch(tmp_path / "stretch.aiflame", _LABELS), _sinks()) as encoder:
+    with Encoder(NamedStretch(tmp_path / "stretch.aiflame", _LABELS, "n"), _sinks()) as encoder:
         summary = encoder.summary()
         requests = [request for name in _sinks() for request in encoder.requests(name)]
     assert summary.losses == {"names_not_sent": limited(batches_of(whole, _LABELS))[1]}
