@@ -181,6 +181,8 @@ class Delivery:
         log: Takes a line for each event.
         clock: Seconds of the wall clock.
         counts: Of the sink, where there was another queue before; None for none.
+        before: The queue that had the directory before, and is closed; None for none. Nothing is
+            sent until its last request has been answered, which may take as long as its sink waits.
 
     Raises:
         OSError: The directory is not ours, or cannot be read.
@@ -194,6 +196,7 @@ class Delivery:
         log: Log,
         clock: Callable[[], float] = time.time,
         counts: Counts | None = None,
+        before: Delivery | None = None,
     ) -> None:
         if private_directory(folder) is None:
             raise PermissionError(f"{folder} is not a directory that we alone may write to")
@@ -208,12 +211,24 @@ class Delivery:
         self._next = 0
         self._counts = Counts() if counts is None else counts
         self._why_away = ""
-        self._is_sending = self._is_closed = self._is_hurried = False
+        self._before = before
+        self._is_sending = before is not None  # then the first may be on its way
+        self._is_closed = self._is_hurried = False
         self._asked_until_s = 0.0
         self._given_up_unix_ns: int | None = None
         self._queued = ""
         self._read_folder()
         self._thread: threading.Thread | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Its directory."""
+        return self._folder
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is on its way, as after `close` a while later."""
+        return self._thread is None or not self._thread.is_alive()
 
     def start(self) -> None:
         """Begins to send."""
@@ -364,7 +379,10 @@ class Delivery:
                 if path.name.endswith(_UNFINISHED):
                     path.unlink(missing_ok=True)
                 continue
-            one = one._replace(size_bytes=path.stat().st_size)
+            try:
+                one = one._replace(size_bytes=path.stat().st_size)
+            except FileNotFoundError:  # the queue before has sent it just now
+                continue
             self._waiting.append(one)
             self._bytes += one.size_bytes
             self._next = max(self._next, one.number + 1)
@@ -435,19 +453,45 @@ class Delivery:
         """Waits for a request that is to be sent; None at the end. It stays first in the queue."""
         with self._lock:
             while True:
+                if self._is_closed:  # what is there may be another one's
+                    return None
                 while self._waiting and self._is_too_old(self._waiting[0]):
                     one = self._waiting.popleft()
                     self._forget(one)
                     self._drop(one.samples, "older than the back-end takes")
-                if self._is_closed:
-                    return None
                 if self._waiting:
                     self._is_sending = True
                     return self._waiting[0]
                 self._lock.notify_all()
                 self._lock.wait()
 
+    def _take_over(self) -> None:
+        """Waits until the queue before has no request on its way: the first, if there is one."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        if not before.is_over:
+            self._log.say(
+                f"sink {self._sink.name}: the new settings are used once what was sent with the"
+                " old ones is answered"
+            )
+        if before._thread is not None:
+            before._thread.join()
+        with self._lock:
+            self._is_sending = False
+            if self._waiting and self._is_gone(self._waiting[0]):  # it is counted there
+                self._bytes -= self._waiting.popleft().size_bytes
+            self._trim()
+
+    def _is_gone(self, one: WaitingRequest) -> bool:
+        try:
+            (self._folder / one.name).stat()
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)
+        return False
+
     def _run(self) -> None:
+        self._take_over()
         failures = odd = 0
         while (one := self._take()) is not None:
             wait_s: float | None = None

@@ -61,8 +61,9 @@ _SPOOL = "spool"
 _LOCK = "naming.lock"
 # A process that was killed ends within milliseconds; one that reads a broken disk never does.
 _OTHERS_S, _LOCK_LOOK_S = 60.0, 0.1
-# A sink gives up on an answer after 10 s.
-_ANSWER_S = 15.0
+# An answer mostly comes within this; for one that does not, the next queue waits by itself, since
+# sinks may wait for a minute.
+_ANSWER_S = 0.5
 # Of paths in one report, which has 64 KB in all: one of 4,096 characters may be 24 KB there.
 _PATHS_BYTES = 1 << 15
 # What kills the process that encodes may be over then, as where memory is short; an agent that ends
@@ -109,6 +110,7 @@ class _Worker:
         self._config: AgentConfig | None = None
         self._labelling: Labelling | None = None
         self._deliveries: dict[str, Delivery] = {}
+        self._closing: dict[Path, Delivery] = {}  # by directory: those with a request on its way
         self._failed: set[str] = set()  # names of sinks that could not be made the last time
         self._counts: defaultdict[str, Counts] = defaultdict(Counts)  # by sink, for good
         self._left: deque[Path] = deque()  # stretches for whose captures there was no room
@@ -157,13 +159,13 @@ class _Worker:
         elif not is_same:
             self._labelling.use(config.agent)
         for name in [*self._sinks]:
-            before = None if old is None else old.sinks.get(name)
-            if is_same and before == config.sinks.get(name):
+            if old is not None and _made_of(old, name) == _made_of(config, name):
                 continue
             del self._sinks[name]
-            if name in self._deliveries:
-                # Another one is about to send what is in its queue.
-                self._deliveries.pop(name).close(_ANSWER_S)
+            delivery = self._deliveries.pop(name, None)
+            if delivery is not None:
+                delivery.close(_ANSWER_S)
+                self._closing[delivery.folder] = delivery
         self._make_sinks(config)
         self._drop_left()
 
@@ -180,9 +182,14 @@ class _Worker:
                             importlib.import_module(module)
                     folder = self._spool.folder(name, settings)
                     size = config.agent.spool_size
-                    delivery = Delivery(sink, folder, size, self._log, counts=self._counts[name])
+                    delivery = Delivery(
+                        *(sink, folder, size, self._log),
+                        counts=self._counts[name],
+                        before=self._closing.get(folder),
+                    )
                     delivery.start()
                     self._deliveries[name] = delivery
+                    self._closing.pop(folder, None)
                 self._sinks[name] = sink
             except Exception as error:  # of one sink; the others get theirs
                 self._failed.add(name)
@@ -207,6 +214,8 @@ class _Worker:
         if config is None:
             return
         used = {self._spool.folder(name, settings) for name, settings in config.sinks.items()}
+        self._closing = {at: one for at, one in self._closing.items() if not one.is_over}
+        used |= self._closing.keys()
         try:
             dropped = self._spool.drop_left(used, config.agent.spool_size)
         except OSError as error:
@@ -433,6 +442,11 @@ class _Worker:
                 f"sink {name}: {state.sent_requests:,} requests sent, {state.waiting_requests:,}"
                 " wait for the next start"
             )
+
+
+def _made_of(config: AgentConfig, name: str) -> object:
+    """Returns what a sink and its queue are made of: as long as it is the same, they go on."""
+    return config.sinks.get(name), config.agent.node_name, config.agent.spool_size
 
 
 def _counts_of_containers(labels: Sequence[Labels | None]) -> dict[str, int]:

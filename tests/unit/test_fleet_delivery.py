@@ -430,6 +430,55 @@ def test_who_takes_over_a_queue_sends_nothing_twice(tmp_path: Path, log: Log) ->
     assert new.got == [_request(1).body]
 
 
+@pytest.mark.parametrize(
+    ("answer", "bytes_max", "old_got", "new_got", "dropped"),
+    [
+        (_takes, 1 << 20, [0], [1, 2], {}),
+        (_is_away, 1 << 20, [], [0, 1, 2], {}),
+        (_takes, 8, [0], [2], {"the spool is full": 1}),  # what is on its way is not dropped
+    ],
+)
+def test_a_queue_is_taken_over_while_a_request_is_on_its_way(
+    tmp_path: Path,
+    log: Log,
+    answer: Callable[[Request], Counter[str]],
+    bytes_max: int,
+    old_got: list[int],
+    new_got: list[int],
+    dropped: dict[str, int],
+) -> None:
+    # GIVEN a request that is on its way, and one that waits
+    released, asked = threading.Event(), threading.Event()
+
+    def slow(request: Request) -> Counter[str]:
+        asked.set()
+        assert released.wait(60)
+        return answer(request)
+
+    old, new, folder = _Sink(slow), _Sink(_takes), tmp_path / "spool"
+    counts = Counts()
+    before = Delivery(old, folder, 1 << 20, log, lambda: _NOW_S, counts)
+    before.start()
+    before.put(map(_request, range(2)))
+    assert asked.wait(60)
+    # WHEN its queue is closed, and another one has the directory, which gets a third
+    before.close()
+    delivery = Delivery(new, folder, bytes_max, log, lambda: _NOW_S, counts, before)
+    delivery.start()
+    delivery.put([_request(2)])
+    assert new.got == []
+    # THEN that waits for the answer, and each request comes once, in order.
+    released.set()
+    assert delivery.flush(time.monotonic() + 10)
+    delivery.close(10)
+    assert old.got == [_request(number).body for number in old_got]
+    assert new.got == [_request(number).body for number in new_got]
+    state = delivery.state()
+    assert (state.sent_requests, state.dropped_samples) == (len(old_got + new_got), dropped)
+    assert (state.waiting_requests, state.waiting_bytes) == (0, 0)
+    assert list(folder.iterdir()) == []
+
+
 def test_a_number_that_is_too_large_keeps_no_request_from_being_sent(
     tmp_path: Path, log: Log
 ) -> None:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from email.message import Message
 from pathlib import Path
 from typing import Any, cast
 
@@ -155,8 +157,8 @@ def test_what_was_dropped_before_a_new_configuration_is_told_after_it(
     server.answers = [Reply(400, b"never")]
     sender.send()
     sender.wait_until_sent()
-    # WHEN the configuration is read again, with another length of stretches
-    sender.configure({**flags, "stretch": "31s"})
+    # WHEN the configuration is read again, with another size of the spool
+    sender.configure({**flags, "spool_size": "100MB"})
     # THEN the next stretch tells of it, once
     assert sender.send()["not_delivered"] > 0
     assert "not_delivered" not in sender.send()
@@ -198,6 +200,55 @@ def test_what_was_dropped_is_told_after_a_stretch_that_could_not_be_sent(
     assert not {"not_delivered", "stretches_lost"} & sender.send().keys()
 
 
+class _Slow(otlp.Collector):
+    """Answers nobody before it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def take(self, path: str, headers: Message, body: bytes) -> Reply:
+        assert self.released.wait(60)
+        return super().take(path, headers, body)
+
+
+def test_a_request_on_its_way_comes_once_however_often_settings_change(sender: _Sender) -> None:
+    receiver = _Slow()
+    with serving(receiver) as server:
+        # GIVEN a request that a back-end is slow to answer
+        flags = {"sinks.otlp.url": server.url, "sinks.otlp.timeout_s": 60}
+        sender.configure(flags)
+        sender.send()
+        wait_until(lambda: len(server.requests) == 1)
+        # WHEN the settings change, change again, and are gone for a moment
+        for changed in ({**flags, "sinks.otlp.timeout_s": 61}, {}, flags):
+            sender.configure(changed)
+        # THEN what comes meanwhile waits, and each stretch is sent once.
+        told = sender.send()
+        receiver.released.set()
+        sender.wait_until_sent()
+        assert len(server.requests) == 2
+        assert "not_delivered" not in told.keys() | sender.send().keys()
+        assert "the new settings are used once" in sender.said()
+        sender.end()
+
+
+def test_what_is_not_a_sinks_does_not_begin_it_anew(sender: _Sender, server: Server) -> None:
+    flags = {"sinks.otlp.url": server.url, "sinks.clickhouse.url": server.url}
+    sender.configure(flags)
+    otlp_before, clickhouse_before = (sender.worker._deliveries[n] for n in ("otlp", "clickhouse"))
+    # WHEN settings of the agent change THEN its queues go on, with what back-ends have asked for.
+    sender.configure({**flags, "stretch": "31s"})
+    assert sender.worker._deliveries["otlp"] is otlp_before
+    # WHEN one sink's do THEN the other's goes on.
+    sender.configure({**flags, "sinks.clickhouse.cluster": "c"})
+    assert sender.worker._deliveries["otlp"] is otlp_before
+    assert sender.worker._deliveries["clickhouse"] is not clickhouse_before
+    # WHEN the host's name does, which is in what is sent THEN all begin anew.
+    sender.configure({**flags, "node": "other"})
+    assert sender.worker._deliveries["otlp"] is not otlp_before
+
+
 def test_no_count_goes_back_with_a_new_configuration(sender: _Sender, server: Server) -> None:
     # GIVEN a back-end that has taken two stretches
     flags = {"sinks.otlp.url": server.url}
@@ -207,7 +258,7 @@ def test_no_count_goes_back_with_a_new_configuration(sender: _Sender, server: Se
     sender.wait_until_sent()
     before = sender.metrics()["aiflame_export_sent_total", "otlp"]
     # WHEN the configuration is read again, and five more are taken before it is told
-    sender.configure({**flags, "stretch": "31s"})
+    sender.configure({**flags, "spool_size": "100MB"})
     for _ in range(5):
         sender.send()
     sender.wait_until_sent()
