@@ -103,6 +103,9 @@ _NEWEST_S, _NEWEST_LOOK_S = 5.0, 0.05
 
 # How soon a naming process that ended is started again, so that one that cannot run is no flood.
 _RESTART_S = 10.0
+# How often all cgroups are looked at where there are rules, so that what is new is left out within
+# ten seconds: to tell of it and to hear what was found take up to an interval of a second each.
+_LOOK_S = 8.0
 # How often what is old is removed, and what could not be begun is tried again.
 _TIDY_S = 60.0
 # Free on a disk on which a stretch can be named: an error of SQLite's may have another reason, as a
@@ -397,6 +400,7 @@ class _Agent:
         self._windows_lost = 0
         self._untold: Counter[str] = Counter()  # losses that no stretch has told of yet
         self._left_out_paths: set[str] = set()
+        self._look_at_s = 0.0
         self._memory = MemoryBudget(recorder, log)
         self._pages = PagesOfFiles()
 
@@ -465,6 +469,7 @@ class _Agent:
         # It tells of them anew, once those in them have been seen.
         self._left_out_paths.clear()
         self._recorder.leave_out(())
+        self._look_at_s = 0.0
         self._told_thrift = 1, 1
         self._vitals.note_naming_started()
         if self._untold:  # as far as one before it was told, it came to nothing
@@ -636,6 +641,7 @@ class _Agent:
         if self._naming is not None:
             self._naming.pump()
             self._hear(self._naming)
+            self._tell_to_look(self._naming)
             ending = self._naming.ended()
             if ending:
                 self._log.say_seldom(ending, f"the process that names and sends {ending}")
@@ -649,6 +655,13 @@ class _Agent:
         if time.monotonic() >= self._give_back_at_s:
             give_back_freed_memory()
             self._give_back_at_s = time.monotonic() + _GIVE_BACK_S
+
+    def _tell_to_look(self, naming: NamingProcess) -> None:
+        """Has cgroups looked at that rules may leave out: windows may be a minute apart."""
+        settings = self._config.agent
+        if (settings.include or settings.exclude) and time.monotonic() >= self._look_at_s:
+            self._look_at_s = time.monotonic() + _LOOK_S
+            naming.tell(look=True)
 
     def _hear(self, naming: NamingProcess) -> None:
         for report in naming.reports():
@@ -729,6 +742,7 @@ class _Agent:
             self._captures.use(self._config)
             if self._naming is not None:
                 self._naming.tell(config=self._config.plain())
+                self._naming.tell(look=True)  # also where there are no rules any more
         self._manager.tell("READY=1")
 
     def _say_devices(self, window: Window) -> None:

@@ -132,6 +132,8 @@ class _Worker:
             self._stretch.take(int(message["windows"]), self._labelling)
             give_back_freed_memory()  # a tenth of what it has, for a millisecond
             self._look_at_cgroups()
+        elif "look" in message:
+            self._look_at_cgroups(is_due=True)
         elif "cut" in message and self._stretch is not None:
             stretch, self._stretch = self._stretch, None
             self._finish(stretch)
@@ -225,11 +227,15 @@ class _Worker:
             self._log.say(f"{samples:,} samples of spool/{name} are dropped: {LEFT}")
             self._dropped[f"{name.rpartition('-')[0]}: {LEFT}"] += samples
 
-    def _look_at_cgroups(self) -> None:
-        """Tells the collector which cgroups its programs are to leave out."""
+    def _look_at_cgroups(self, *, is_due: bool = False) -> None:
+        """Tells the collector which cgroups its programs are to leave out.
+
+        Args:
+            is_due: As of `Labelling.newly_left_out`.
+        """
         if self._labelling is None:
             return
-        found = self._labelling.newly_left_out()
+        found = self._labelling.newly_left_out(is_due=is_due)
         if found is not None:
             self._tell_left_out(found)
         if self._labelling.error:
