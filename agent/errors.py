@@ -7,6 +7,9 @@ codes let a script tell "wrong host" (3) from "idle target" (4) and from "wrong 
 
 from __future__ import annotations
 
+# `record` and those like it: all went well, and no process ran.
+NO_SAMPLES_EXIT = 4
+
 
 class AiflameError(Exception):
     """Something failed while running.

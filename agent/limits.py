@@ -12,6 +12,10 @@ from aiflame.agent import kernelfs
 # some the next time.
 OUT_OF_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
+# Samples a second: the kernel's own limit for clock events is a period of 10 us
+# (perf_swevent_init_hrtimer).
+MAX_FREQUENCY_HZ = 100_000
+
 # No room is left on a disk, or of a user's share of it: files that are removed make some.
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 

@@ -22,7 +22,7 @@ from typing import BinaryIO, NamedTuple
 from aiflame.agent.commands.durations import duration_ns
 from aiflame.agent.commands.record_output import OutputPlan, plan_output
 from aiflame.agent.commands.record_progress import ProgressPrinter
-from aiflame.agent.errors import AiflameError, EnvironmentUnfit, UsageError
+from aiflame.agent.errors import NO_SAMPLES_EXIT, AiflameError, EnvironmentUnfit, UsageError
 from aiflame.agent.fleet.capture_request import (
     MAX_ANSWER_BYTES,
     SOCKET,
@@ -42,7 +42,6 @@ EXAMPLES
   sudo aiflame agent capture --pid 1234 -d 5s -F 499 -o x.aiflame    # a recording beside it
 """
 
-_NO_SAMPLES_EXIT = 4
 _DEFAULT_FREQUENCY_HZ = 99
 # The codes that an agent may answer with.
 _ERRORS = {kind.exit_code: kind for kind in (AiflameError, UsageError, EnvironmentUnfit)}
@@ -254,4 +253,4 @@ def _written(file: BinaryIO, plan: OutputPlan, force: bool, printer: ProgressPri
         printer.say(line)
     if plan.capture is not None:
         printer.say(f"Next: aiflame stats {plan.capture}")
-    return 0 if len(profile.samples) else _NO_SAMPLES_EXIT
+    return 0 if len(profile.samples) else NO_SAMPLES_EXIT

@@ -20,6 +20,7 @@ from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.record_start import record
 from aiflame.agent.devices.choice import AUTO, CHOICES, NONE, ChooseFamilies, choose_families
 from aiflame.agent.errors import UsageError
+from aiflame.agent.limits import MAX_FREQUENCY_HZ
 from aiflame.agent.processes.targets import (
     Target,
     target_of_all,
@@ -63,8 +64,6 @@ EXIT CODES
 
 # 99 and not 100: it does not beat in step with work that is done every 10 ms.
 _DEFAULT_FREQUENCY_HZ = 99
-# The kernel's own limit for clock events is a period of 10 us (perf_swevent_init_hrtimer).
-_MAX_FREQUENCY_HZ = 100_000
 
 # Of --gpu-duty: all the time.
 _ALWAYS_PERMILLE = 1000
@@ -88,8 +87,8 @@ def _name(text: str) -> str:
 
 
 def _frequency_hz(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _MAX_FREQUENCY_HZ:
-        raise argparse.ArgumentTypeError(f"not a frequency from 1 to {_MAX_FREQUENCY_HZ}: {text}")
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_FREQUENCY_HZ:
+        raise argparse.ArgumentTypeError(f"not a frequency from 1 to {MAX_FREQUENCY_HZ}: {text}")
     return int(text)
 
 

@@ -32,7 +32,7 @@ from aiflame.agent.commands.record_output import OutputPlan
 from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.record_sinks import NamesLost, RecordSinks
 from aiflame.agent.devices.choice import AUTO, ChooseFamilies
-from aiflame.agent.errors import Aborted, AiflameError, DiskFull
+from aiflame.agent.errors import NO_SAMPLES_EXIT, Aborted, AiflameError, DiskFull
 from aiflame.agent.fleet.cost import Budget, CostController
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.probes import online_cpus
@@ -55,7 +55,6 @@ from aiflame.gpu.base import Family, Loading, Wanted
 if TYPE_CHECKING:
     from aiflame.agent.capture.writer import CaptureWriter
 
-_NO_SAMPLES_EXIT = 4
 
 # Being late by less is not worth a line: of what -d says, and in all.
 _OVERRUN_SHARE, _OVERRUN_NS = 0.03, 200_000_000
@@ -109,7 +108,7 @@ def record(
         session.summarise(profile)
     if session.command_exit_code is not None:
         return session.command_exit_code
-    return 0 if len(profile.samples) else _NO_SAMPLES_EXIT
+    return 0 if len(profile.samples) else NO_SAMPLES_EXIT
 
 
 def _mention_unfinished(say: Callable[[str], None]) -> None:

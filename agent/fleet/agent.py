@@ -62,6 +62,7 @@ from aiflame.agent.kernel.probes import online_cpus
 from aiflame.agent.limits import is_disk_full
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
+from aiflame.agent.model.profile import NS_PER_S
 from aiflame.agent.model.window import Window
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.targets import Target, cgroup1_mounts, cgroup2_mounts, target_of_all
@@ -117,10 +118,9 @@ _KEEP_LESS_S = 60.0
 # stacks of all threads that there were at the start have been walked.
 _GIVE_BACK_S = 10.0
 
-_NS_PER_S = 1_000_000_000
 
 # Slewing keeps a clock within milliseconds; stretches of one start join to the nanosecond.
-_CLOCK_STEP_NS = _NS_PER_S
+_CLOCK_STEP_NS = NS_PER_S
 
 
 class AgentSignals(StopSignals):
@@ -417,7 +417,7 @@ class _Agent:
             self._manager.tell("STOPPING=1")
             self._recorder.stop(self._give)
             tables_until_s = self._stopped_s() + _TABLES_S
-            self._recorder.finish(self._give, int(tables_until_s * _NS_PER_S))
+            self._recorder.finish(self._give, int(tables_until_s * NS_PER_S))
         except AiflameError:
             raise
         except Exception:  # nobody is there to run it again with -vv
@@ -516,7 +516,7 @@ class _Agent:
         wanted_s = self._config.agent.stretch
         if self._steers is not None:
             wanted_s = self._steers.sent_at_once_s(wanted_s)
-        is_long = window.end_ns + half_ns - stretch.started_ns >= wanted_s * _NS_PER_S
+        is_long = window.end_ns + half_ns - stretch.started_ns >= wanted_s * NS_PER_S
         if is_long and not self._signals.requested:  # what comes at the end has no length
             self._cut()
 
@@ -620,7 +620,7 @@ class _Agent:
         step_ns = started_unix_ns - int(self._facts["started_unix_ns"])
         if abs(step_ns) > _CLOCK_STEP_NS:
             self._facts = {**self._facts, "started_unix_ns": started_unix_ns}
-            self._log.say(f"the clock was set by {step_ns / _NS_PER_S:+,.0f} s: it is followed")
+            self._log.say(f"the clock was set by {step_ns / NS_PER_S:+,.0f} s: it is followed")
 
     def _cut(self) -> None:
         """Ends the open stretch: the next window begins another."""
@@ -683,7 +683,7 @@ class _Agent:
             self._health.unready = words = _words_of_unknown(held_back)
             if words:
                 self._log.say_seldom("pods not known", words)
-            seconds = int(report["duration_ns"]) / _NS_PER_S
+            seconds = int(report["duration_ns"]) / NS_PER_S
             samples = int(report["samples"])
             self._log.say_seldom(
                 "stretch sent", f"{seconds:.0f} s named and queued: {samples:,} CPU samples"

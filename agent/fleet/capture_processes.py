@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from aiflame.agent.model.profile import NS_PER_S
 from aiflame.agent.processes import procfs
 
 _LOOK_S = 0.02
-_NS_PER_S = 1_000_000_000
 
 
 class CaptureProcesses:
@@ -90,4 +90,4 @@ class CaptureProcesses:
     def others_cpu_ns(self) -> int:
         """Returns the CPU time of all else that this process has begun, also of what has ended."""
         with self._lock:
-            return procfs.helpers_cpu_ns(self._running) - round(self._ended_s * _NS_PER_S)
+            return procfs.helpers_cpu_ns(self._running) - round(self._ended_s * NS_PER_S)

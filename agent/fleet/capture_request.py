@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from aiflame.agent.errors import UsageError
+from aiflame.agent.limits import MAX_FREQUENCY_HZ
+from aiflame.agent.model.profile import NS_PER_S
 
 SOCKET = "capture.socket"
 
@@ -27,11 +29,8 @@ _MAX_WORDS = 8192
 # Two such texts: JSON has up to 6 bytes for a character (\u001b).
 MAX_ANSWER_BYTES = 1 << 17
 
-_NS_PER_S = 1_000_000_000
-# The kernel's own limit for clock events is a period of 10 us (perf_swevent_init_hrtimer).
-_MAX_FREQUENCY_HZ = 100_000
 # As the kernel has them (PID_MAX_LIMIT, include/linux/threads.h), and what a time may be: a day.
-_MAX_PID, _MAX_NS = 1 << 22, 86_400 * _NS_PER_S
+_MAX_PID, _MAX_NS = 1 << 22, 86_400 * NS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +95,8 @@ class CaptureRequest:
             raise UsageError("capture when?", "give either -d TIME or --last TIME")
         if not all(0 <= ns <= _MAX_NS for ns in (self.duration_ns, self.last_ns)):
             raise UsageError("captures are of a day at most")
-        if not 1 <= self.frequency_hz <= _MAX_FREQUENCY_HZ:
-            raise UsageError(f"not a frequency from 1 to {_MAX_FREQUENCY_HZ}: {self.frequency_hz}")
+        if not 1 <= self.frequency_hz <= MAX_FREQUENCY_HZ:
+            raise UsageError(f"not a frequency from 1 to {MAX_FREQUENCY_HZ}: {self.frequency_hz}")
 
     @property
     def length_ns(self) -> int:
@@ -118,7 +117,7 @@ class CaptureRequest:
             if value
         ]
         what = " in ".join(reversed(named)) or "all processes"
-        length = f"{self.length_ns / _NS_PER_S:g} s"
+        length = f"{self.length_ns / NS_PER_S:g} s"
         return f"{length} of {what}" if self.duration_ns else f"the last {length} of {what}"
 
 

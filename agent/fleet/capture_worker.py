@@ -32,7 +32,7 @@ from aiflame.agent.capture.segment import BadSegment
 from aiflame.agent.capture.workspace import RECORDING_KEPT
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.devices.choice import NONE
-from aiflame.agent.errors import AiflameError, DiskFull, EnvironmentUnfit
+from aiflame.agent.errors import NO_SAMPLES_EXIT, AiflameError, DiskFull, EnvironmentUnfit
 from aiflame.agent.fleet.capture_choice import Choice, choose, directory_of, live_processes
 from aiflame.agent.fleet.capture_left import FOLDER, discard_left, discard_recordings
 from aiflame.agent.fleet.capture_request import CaptureRequest, done, refusal, say
@@ -43,7 +43,7 @@ from aiflame.agent.fleet.labelling import kubelet_of, label_options
 from aiflame.agent.fleet.labels import Labeller, NoPods
 from aiflame.agent.fleet.pods import KubeletError
 from aiflame.agent.memory_file import memory_file
-from aiflame.agent.model.profile import LOSSES_FACT, OF_HOST, Process
+from aiflame.agent.model.profile import LOSSES_FACT, NS_PER_S, OF_HOST, Process
 from aiflame.agent.model.window import Window
 from aiflame.agent.model.window_selection import of_processes
 from aiflame.agent.outfile import private_directory
@@ -55,15 +55,12 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Where memory runs out, of a pod for instance, this is what goes, and not the agent
 # (OOM_SCORE_ADJ_MAX, linux/oom.h).
 _OOM_SCORE = Path("/proc/self/oom_score_adj"), "1000"
-_NS_PER_S = 1_000_000_000
 # A client that reads nothing for so long has gone.
 _SEND_S = 30.0
 # How often it is told to end until it does.
 _AGAIN_S = 0.2
 # Of what a recording that fails says last.
 _LAST_BYTES = 4096
-# Of `record`: it recorded, and no process ran.
-_NO_SAMPLES_EXIT = 4
 # Which labels are told with a capture.
 _LABEL_FACTS = ("service", "namespace", "pod", "container", "container_id", "workload", "version")
 
@@ -148,7 +145,7 @@ class _Job:
             f" whole windows of {recorded.stretches} stretches"
         )
         self._say(f"the last {lengths_ns / 1e9:.0f} s of {choice.words}: {kept}")
-        if (self._request.last_ns - lengths_ns) > 2 * _NS_PER_S:
+        if (self._request.last_ns - lengths_ns) > 2 * NS_PER_S:
             asked_s, keep_s = self._request.last_ns / 1e9, self._settings.keep
             self._say(
                 f"note: {asked_s:g} s were asked for: no more is on disk (`keep` is {keep_s:g} s,"
@@ -195,7 +192,7 @@ class _Job:
             target = ["--cgroup", str(directory)]
         else:
             target = ["-p", pids, *([] if request.pid else ["-s"])]
-        seconds = request.duration_ns / _NS_PER_S
+        seconds = request.duration_ns / NS_PER_S
         command = [
             *(sys.executable, "-m", "aiflame.agent", "record", "-q", *target),
             *("-d", f"{seconds:.3f}s", "-F", str(request.frequency_hz), "--gpu", settings.gpu),
@@ -218,7 +215,7 @@ class _Job:
             except BaseException:
                 process.terminate()
                 raise
-            if code not in (0, _NO_SAMPLES_EXIT):
+            if code not in (0, NO_SAMPLES_EXIT):
                 errors.seek(max(errors.tell() - _LAST_BYTES, 0))
                 raise _failure(errors.read().decode(errors="replace"), code)
         return choice, {}
@@ -246,7 +243,7 @@ def _facts(choice: Choice) -> dict[str, str]:
 
 
 def _clock(unix_ns: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(unix_ns // _NS_PER_S))
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(unix_ns // NS_PER_S))
 
 
 def _end_with_parent() -> None:

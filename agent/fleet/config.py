@@ -26,6 +26,7 @@ from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet.cost import Budget
 from aiflame.agent.fleet.selection import Selection
 from aiflame.agent.fleet.sinks import SINKS, sink_module
+from aiflame.agent.limits import MAX_FREQUENCY_HZ
 from aiflame.agent.settings import (
     Given,
     Kind,
@@ -69,9 +70,6 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 # What holds a secret, of the agent and of sinks; Secret has its own.
 _SECRET_FILES = ("token_file", "password_file", "key_file", "health_key_file")
 
-# The kernel's own limit for clock events is a period of 10 us (perf_swevent_init_hrtimer).
-_MAX_FREQUENCY_HZ = 100_000
-
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
@@ -79,7 +77,7 @@ class AgentSettings:
 
     # Of other agents of fleets, it is the most common one; it beats with nothing that is periodic.
     frequency_hz: int = setting(
-        Kind.COUNT, "samples a second of each CPU", 19, least=1, most=_MAX_FREQUENCY_HZ
+        Kind.COUNT, "samples a second of each CPU", 19, least=1, most=MAX_FREQUENCY_HZ
     )
     off_cpu: bool = setting(Kind.FLAG, "also record where threads wait", True)
     gpu: str = setting(Kind.TEXT, "devices, as `record --gpu` has them", AUTO, choices=CHOICES)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.limits import OUT_OF_ROOM, is_disk_full
+from aiflame.agent.model.profile import NS_PER_S
 from aiflame.agent.outfile import private_directory
 from aiflame.agent.sinks.requests import Request, RequestSink, SinkAway, SinkRefused
 
@@ -58,8 +59,6 @@ _UNFINISHED = ".new"
 _ASIDE = ".aside"
 # Holds the latest stretch that was queued, and the number of its last request.
 _QUEUED = "queued"
-
-_NS_PER_S = 1_000_000_000
 
 
 class WaitingRequest(NamedTuple):
@@ -447,7 +446,7 @@ class Delivery:
 
     def _is_too_old(self, one: WaitingRequest) -> bool:
         limit_s = self._sink.max_age_s
-        return limit_s is not None and self._clock() - one.begin_unix_ns / _NS_PER_S > limit_s
+        return limit_s is not None and self._clock() - one.begin_unix_ns / NS_PER_S > limit_s
 
     def _take(self) -> WaitingRequest | None:
         """Waits for a request that is to be sent; None at the end. It stays first in the queue."""

@@ -25,6 +25,7 @@ from aiflame.agent.fleet.fork import Fork, ForkEnded
 from aiflame.agent.fleet.labelling import Labelling
 from aiflame.agent.fleet.log import Log, words_of
 from aiflame.agent.fleet.stretches import count_try, keep_kernel_file
+from aiflame.agent.model.profile import NS_PER_S
 from aiflame.agent.model.window import COLUMNS, Window
 from aiflame.agent.sinks.rebuilt import capture_of_windows
 from aiflame.agent.sinks.segments import FollowedWindows, JitSymbolSink, RecordedWindows
@@ -42,7 +43,6 @@ _BUDGET_S = 0.3
 # The same where the agent has to do less of everything, by how many times less: 2 % of a CPU, 1 %
 # and so on. The first 256 stacks of a window are named in any case (sinks/bounded_naming.py).
 _THRIFTY_S = 0.04
-_NS_PER_S = 1_000_000_000
 # Of windows whose names are asked for together: 10,000 launches and as many samples of devices a
 # second have 113 MB in a minute.
 _MOST_AT_ONCE_BYTES = 16_000_000
@@ -77,7 +77,7 @@ class Lateness:
         if self._started_unix_ns is None:
             return None
         is_late = time.time_ns() - self._started_unix_ns - window.end_ns > _LATE_NS
-        window_s = (window.end_ns - window.start_ns) / _NS_PER_S
+        window_s = (window.end_ns - window.start_ns) / NS_PER_S
         if self.thrift > 1:
             return _THRIFTY_S / self.thrift * window_s
         return _BUDGET_S * window_s if is_late else None

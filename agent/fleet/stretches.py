@@ -18,6 +18,7 @@ from pathlib import Path
 
 from aiflame.agent.errors import AiflameError, EnvironmentUnfit
 from aiflame.agent.fleet.log import Log
+from aiflame.agent.model.profile import NS_PER_S
 from aiflame.agent.model.window import Window
 from aiflame.agent.outfile import private_directory
 from aiflame.agent.sinks.segments import SegmentSink
@@ -29,7 +30,6 @@ _NAME = re.compile(r"\d{20}")  # when it began
 _DONE = "done"
 _TRIES = "tries"
 _KERNEL_FILE = "kernel-"
-_NS_PER_S = 1_000_000_000
 
 # What it takes to name a stretch may end a process; after so many, it is given up.
 TRIES = 3
@@ -132,7 +132,7 @@ class Stretches:
         following = {one: int(other.name) for one, other in itertools.pairwise(found)}
         for path in self.done(current):
             age_ns = now_unix_ns - following.get(path, now_unix_ns)
-            is_old = age_ns > keep_s * _NS_PER_S or age_ns < -_AHEAD_NS
+            is_old = age_ns > keep_s * NS_PER_S or age_ns < -_AHEAD_NS
             if is_old or total > bytes_max:
                 total -= sizes[path]
                 shutil.rmtree(path, ignore_errors=True)

@@ -51,11 +51,10 @@ from aiflame.agent.sinks.segments import RecordedWindows
 from aiflame.agent.sinks.written import Naming
 from aiflame.agent.symbolize.files import GivenFiles
 from aiflame.agent.symbolize.known_names import KnownNames
-from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
+from aiflame.agent.symbols.file_facts import facts_for_names
 from aiflame.agent.symbols.kallsyms import KernelSymbols
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
-from aiflame.agent.target_files import FileGuard
 
 _SPOOL = "spool"
 _LOCK = "naming.lock"
@@ -501,9 +500,7 @@ def run(arguments: Sequence[str]) -> None:
     files = GivenFiles()
     with (
         SymbolService(cache_dir(), data_bytes=helper_bytes, server=server) as service,
-        closing(
-            FileFacts(server, FileGuard(), (), facts_directory(), is_urgent=False)
-        ) as file_facts,
+        closing(facts_for_names(server)) as file_facts,
     ):
         lateness = Lateness()
         known = KnownNames(lambda: _kernel_symbols(directory))
@@ -536,7 +533,7 @@ def _wait_for_others(directory: Path, channel: socket.socket, log: Log) -> None:
     until_s = time.monotonic() + _OTHERS_S
     poll = select.poll()
     poll.register(channel, 0)
-    while not _is_locked(lock):
+    while not _try_lock(lock):
         if time.monotonic() >= until_s:
             log.say("an earlier process that sends does not end: what it sends may come twice")
             return
@@ -544,8 +541,8 @@ def _wait_for_others(directory: Path, channel: socket.socket, log: Log) -> None:
             sys.exit(1)
 
 
-def _is_locked(descriptor: int) -> bool:
-    """Returns whether no other process has a lock on a file, now that this one does."""
+def _try_lock(descriptor: int) -> bool:
+    """Takes a lock on a file; returns whether no other process has it."""
     try:
         # A fork of this process does not have it as well, as it would with flock().
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,7 +20,7 @@ from aiflame.agent.model.gpu import (
     Direction,
     Operation,
 )
-from aiflame.agent.model.profile import FrameKind, Profile, SampleClass
+from aiflame.agent.model.profile import NS_PER_S, FrameKind, Profile, SampleClass
 from aiflame.agent.reports.base import Frames
 from aiflame.agent.reports.causes import Cause, classify, is_device_wait
 from aiflame.agent.reports.device_facts import (
@@ -46,7 +46,6 @@ from aiflame.gpu.stalls import StallCategory
 # Frames of a launching stack in one line, innermost first.
 _FRAMES_NAMED = 5
 
-_NS_PER_S = 1_000_000_000
 
 U64 = npt.NDArray[np.uint64]
 
@@ -382,7 +381,7 @@ def _calls(profile: Profile, limit: int) -> Table:
 
 def _rate(count: int, profile: Profile) -> str:
     lasted = profile.recording.shown_range.duration_ns
-    return f"{count * _NS_PER_S / lasted if lasted else 0:,.1f}"
+    return f"{count * NS_PER_S / lasted if lasted else 0:,.1f}"
 
 
 def _bytes(profile: Profile, operation: Operation) -> Table:

@@ -30,10 +30,9 @@ from aiflame.agent.sinks.capture_report import Report
 from aiflame.agent.sinks.segments import FollowedWindows, JitSymbolSink, RecordedWindows, newest
 from aiflame.agent.sinks.written import Naming, WrittenCapture
 from aiflame.agent.symbolize.files import GivenFiles, JitProcess, OpenFile
-from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
+from aiflame.agent.symbols.file_facts import facts_for_names
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
-from aiflame.agent.target_files import FileGuard
 
 # Of a message: a path is at most 4,096 bytes, each of which takes six in JSON.
 _MAX_MESSAGE_BYTES = 1 << 16
@@ -48,9 +47,7 @@ def main(folder: Path, database: Path) -> None:
     with (
         SymbolService(cache_dir()) as service,
         closing(ForkServer()) as server,
-        closing(
-            FileFacts(server, FileGuard(), (), facts_directory(), is_urgent=False)
-        ) as file_facts,
+        closing(facts_for_names(server)) as file_facts,
     ):
         service.start()  # it is ready by the time that the first window is there
         capture: WrittenCapture | None = None

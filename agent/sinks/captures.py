@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.limits import is_disk_full
+from aiflame.agent.model.profile import NS_PER_S
 from aiflame.agent.outfile import unfinished_outputs, write_output
 from aiflame.agent.settings import Kind, setting
 
-_NS_PER_S = 1_000_000_000
 # When it began (UTC), and then the milliseconds, so that names sort by time.
 _TIME = "%Y%m%dT%H%M%S"
 _ENDING = ".aiflame"
@@ -95,7 +95,7 @@ class CaptureFiles:
         Raises:
             AiflameError: It cannot be written there.
         """
-        seconds, ns = divmod(begin_unix_ns, _NS_PER_S)
+        seconds, ns = divmod(begin_unix_ns, NS_PER_S)
         when = f"{time.strftime(_TIME, time.gmtime(seconds))}.{ns // 10**6:03}Z"
         path = self._settings.directory / f"{self._prefix}{when}{_ENDING}"
         with suppress(OSError):  # it is there, or writing says why it cannot be

@@ -26,6 +26,7 @@ import numpy as np
 from aiflame.agent.errors import UsageError
 from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.reports.words import showable
+from aiflame.agent.sinks import pyroscope_limits
 from aiflame.agent.sinks.labels import (
     DEFAULT_LABELS,
     MAX_NAME_BYTES,
@@ -51,11 +52,6 @@ _PATH = "/v1development/profiles"
 # A Collector takes 4 MiB by gRPC if nothing else is configured (max_recv_msg_size_mib), where one
 # hands requests on to the next; the rest is for its own attributes.
 _MAX_BYTES = 4_000_000
-# Pyroscope's, as in pyroscope.py: of samples in a profile, of bytes at once, and of age.
-_PYROSCOPE_SAMPLES = 16_000
-_PYROSCOPE_BYTES = 1_900_000
-_PYROSCOPE_AGE_S = 3_540.0
-_APART_NS = 1_000_000
 
 _GZIP_LEVEL = 1
 
@@ -135,8 +131,8 @@ class OtlpSink:
             raise UsageError(f"no flavour {settings.flavour!r}", f"there are: {known}") from error
         self._labels = checked_labels(settings.labels)
         is_pyroscope = self._flavour is Flavour.PYROSCOPE
-        self._max_bytes = _PYROSCOPE_BYTES if is_pyroscope else _MAX_BYTES
-        self.max_age_s: float | None = _PYROSCOPE_AGE_S if is_pyroscope else None
+        self._max_bytes = pyroscope_limits.MAX_BYTES if is_pyroscope else _MAX_BYTES
+        self.max_age_s: float | None = pyroscope_limits.MAX_AGE_S if is_pyroscope else None
         headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "gzip"}
         self._poster = Poster(settings, _PATH, headers)
 
@@ -158,8 +154,8 @@ class OtlpSink:
         yield from self._requests(parts, times)
 
     def _limited(self, series: Series) -> Iterable[Series]:
-        if self._flavour is Flavour.PYROSCOPE and len(series) > _PYROSCOPE_SAMPLES:
-            return series_parts(series, -(-len(series) // _PYROSCOPE_SAMPLES))
+        if self._flavour is Flavour.PYROSCOPE and len(series) > pyroscope_limits.MAX_SAMPLES:
+            return series_parts(series, -(-len(series) // pyroscope_limits.MAX_SAMPLES))
         return (series,)
 
     def _requests(self, parts: Sequence[Part], times: _Times) -> Iterator[Request]:
@@ -239,7 +235,7 @@ class _Times:
             return 0
         key = (part.attributes, part.series.klass)
         self._found[key] += 1
-        return (self._found[key] - 1) * _APART_NS
+        return (self._found[key] - 1) * pyroscope_limits.APART_NS
 
 
 def _divided(parts: Sequence[Part], count: int) -> Iterator[Sequence[Part]]:

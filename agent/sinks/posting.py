@@ -40,6 +40,8 @@ _MAX_SECRET_BYTES = 16 << 10
 NOT_LET_IN = (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN)
 # Whoever asks for more is wrong about its clock: it is asked again after an hour.
 _MAX_RETRY_AFTER_S = 3_600.0
+# A request on its way keeps its queue from another that takes over.
+_MAX_TIMEOUT_S = 3_600.0
 # How often certificates are read anew: 20 ms of CPU time for all that the system trusts.
 _TLS_S = 600.0
 
@@ -228,7 +230,7 @@ def _checked(settings: PostSettings) -> SplitResult:
         raise UsageError(f"{settings.url}: `user` and `password_file` are only good together")
     if url.scheme == "http" and (settings.cert_file or settings.key_file):
         raise UsageError(f"{settings.url}: a certificate, without TLS", "write https://")
-    if not 0 < settings.timeout_s <= _MAX_RETRY_AFTER_S:
+    if not 0 < settings.timeout_s <= _MAX_TIMEOUT_S:
         raise UsageError(f"{settings.url}: a timeout of {settings.timeout_s} s")
     has_secret = bool(settings.token_file or settings.user)
     in_clear = url.scheme == "http" and not settings.insecure and not is_loopback(url.hostname)

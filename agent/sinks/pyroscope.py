@@ -22,6 +22,7 @@ from typing import NamedTuple
 from aiflame.agent.model.batch import Batch
 from aiflame.agent.reports.pprof_parts import ProfileField
 from aiflame.agent.reports.protowire import message_field, varint_field
+from aiflame.agent.sinks import pyroscope_limits
 from aiflame.agent.sinks.labels import (
     DEFAULT_LABELS,
     MAX_VALUE_BYTES,
@@ -41,20 +42,8 @@ from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
 
 _PATH = "/push.v1.PusherService/Push"
 
-# Pyroscope's limits, if nothing else is configured there: `max_profile_stacktrace_samples`, and of
-# bytes `ingestion_burst_size_mb`, which is less than a profile may have by itself (4 MiB). Half a
-# request more is for the labels.
-_MAX_SAMPLES = 16_000
-_MAX_BYTES = 1_900_000
-
-# `reject_older_than` is an hour; a minute of it is for clocks that differ, and for the way.
-_MAX_AGE_S = 3_540.0
-
 # Level 6 takes three times as long for 12 % less.
 _GZIP_LEVEL = 1
-
-# Profiles of one series are told apart by their milliseconds (grafana/pyroscope#2483).
-_APART_NS = 1_000_000
 
 _LATER = (408, 429, *NOT_LET_IN)
 
@@ -144,7 +133,7 @@ class PyroscopeSink:
     name = "pyroscope"
     sends_spans = False
     modules: tuple[str, ...] = ()
-    max_age_s: float | None = _MAX_AGE_S
+    max_age_s: float | None = pyroscope_limits.MAX_AGE_S
 
     def __init__(self, settings: Settings) -> None:
         self._labels = checked_labels(settings.labels)
@@ -156,7 +145,7 @@ class PyroscopeSink:
         waiting: list[_Encoded] = []
         size = 0
         for one in self._profiles(batches):
-            if waiting and size + one.raw_bytes > _MAX_BYTES:
+            if waiting and size + one.raw_bytes > pyroscope_limits.MAX_BYTES:
                 yield _request(waiting)
                 waiting, size = [], 0
             waiting.append(one)
@@ -175,7 +164,7 @@ class PyroscopeSink:
                 type_ = _type_of(series)
                 key = (type_, *labels)
                 for part, profile in _split(tables, series, comments):
-                    begin_ns = batch.begin_unix_ns + times[key] * _APART_NS
+                    begin_ns = batch.begin_unix_ns + times[key] * pyroscope_limits.APART_NS
                     times[key] += 1
                     yield _Encoded.of(labels, type_, profile, begin_ns, batch, part.sample_count)
 
@@ -245,11 +234,11 @@ def _split(
     tables: PprofTables, series: Series, comments: Sequence[str]
 ) -> Iterator[tuple[Series, bytes]]:
     # As many profiles as the limits ask for. Values stay whole, so that sums do.
-    parts = -(-len(series) // _MAX_SAMPLES)
+    parts = -(-len(series) // pyroscope_limits.MAX_SAMPLES)
     if parts < 2:
         type_ = _type_of(series)
         encoded = tables.profile(series, type_.sample, type_.period, comments)
-        parts = -(-len(encoded) // _MAX_BYTES)
+        parts = -(-len(encoded) // pyroscope_limits.MAX_BYTES)
         if parts < 2 or len(series) < 2:
             yield series, encoded
             return

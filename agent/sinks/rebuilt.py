@@ -14,10 +14,9 @@ from aiflame.agent.inspector.opener import Opener
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.written import Naming, WrittenCapture
 from aiflame.agent.symbolize.files import FoundFiles
-from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
+from aiflame.agent.symbols.file_facts import facts_for_names
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
-from aiflame.agent.target_files import FileGuard
 
 
 def capture_of_windows(
@@ -49,9 +48,7 @@ def capture_of_windows(
     with (
         SymbolService(cache_dir()) as service,
         closing(ForkServer()) as server,
-        closing(
-            FileFacts(server, FileGuard(), (), facts_directory(), is_urgent=False)
-        ) as file_facts,
+        closing(facts_for_names(server)) as file_facts,
         closing(Opener()) as opener,
         closing(FoundFiles(file_facts, opener, roots, kept)) as files,
     ):

@@ -207,6 +207,11 @@ class FileFacts:
         self._parsers.close()
 
 
+def facts_for_names(server: ForkRequests) -> FileFacts:
+    """Returns who answers a process that names stacks: nobody waits for that."""
+    return FileFacts(server, FileGuard(), (), facts_directory(), is_urgent=False)
+
+
 def facts_directory() -> Path | None:
     """Where answers are kept; None for nowhere."""
     return known_directory("facts")

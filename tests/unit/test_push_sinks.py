@@ -19,7 +19,7 @@ from aiflame.agent.model.profile import (
     StopReason,
 )
 from aiflame.agent.sinks import otlp as otlp_sink
-from aiflame.agent.sinks import pyroscope as pyroscope_sink
+from aiflame.agent.sinks import pyroscope_limits
 from aiflame.agent.sinks.clickhouse import ClickHouseSink
 from aiflame.agent.sinks.otlp import OtlpSink
 from aiflame.agent.sinks.otlp import Settings as OtlpSettings
@@ -425,9 +425,8 @@ def test_no_request_is_longer_than_a_collector_takes() -> None:
 def test_what_is_split_often_adds_up(monkeypatch: pytest.MonkeyPatch, containers: int) -> None:
     # GIVEN limits that a stretch of time exceeds by far
     limit = 60_000
-    for name in ("_MAX_BYTES", "_PYROSCOPE_BYTES"):
-        monkeypatch.setattr(otlp_sink, name, limit)
-    monkeypatch.setattr(pyroscope_sink, "_MAX_BYTES", limit)
+    monkeypatch.setattr(otlp_sink, "_MAX_BYTES", limit)
+    monkeypatch.setattr(pyroscope_limits, "MAX_BYTES", limit)
     batches = busy_host(containers, 1_400, 30)
     expected = totals_of([batch.profile for batch in batches])
     # WHEN it is pushed
