@@ -3,9 +3,9 @@
 
 Pure logic: a window's load in, chances for those to come out. Cost is counted as events times
 nanoseconds per event. What stacks at switch-outs may take is what all else leaves of the budget,
-and it is divided among cgroups like water: each gets what it asks for up to a level that is the
-same for all, so that a busy one never takes from a quiet one. Chances follow from the load itself
-and not from chances before: there is no loop that could swing.
+and it is divided among cgroups by max-min fairness: each gets what it asks for up to a level that
+is the same for all, so that a busy one never takes from a quiet one. Chances follow from the load
+itself and not from chances before: there is no loop that could swing.
 
 Samples of why devices stall are taken in the same way: of what all else leaves of the budget, half
 is for them, and it is divided among processes. One that asks for more is sampled for less
@@ -29,6 +29,7 @@ from dataclasses import InitVar, dataclass, field
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.kernel.abi import LONG_WAIT_NS, WEIGHT_MAX
+from aiflame.agent.processes.owners import max_min_share
 from aiflame.agent.recording.chance import Chances, Load
 from aiflame.gpu.base import HelperLoad
 
@@ -334,7 +335,7 @@ class CostController:
         known = {process: share * demand for process, demand in self._stalls.items()}
         known |= {process: max(demand, known.get(process, 0)) for process, demand in seen.items()}
         self._stalls = {p: demand for p, demand in known.items() if demand >= _LEAST_STALLS_NS}
-        level = _level(self._stalls.values(), affordable)
+        level = max_min_share(self._stalls.values(), affordable)
         self._duties = {
             process: _duty(level / demand, self._duties.get(process, 1))
             for process, demand in self._stalls.items()
@@ -415,7 +416,7 @@ class CostController:
 
     def _divided(self, affordable: float) -> dict[int, int]:
         """Divides stacks a second among cgroups; returns one in how many each takes."""
-        level = _level(self._demand.values(), affordable)
+        level = max_min_share(self._demand.values(), affordable)
         found = {}
         for cgroup, demand in self._demand.items():
             wanted = min(max(math.ceil(demand / level), 1), WEIGHT_MAX) if level > 0 else WEIGHT_MAX
@@ -441,18 +442,6 @@ class CostController:
         if 2 * load.stacks < affordable:
             return max(spacing_ns // 2, _SPACING_NS)
         return spacing_ns
-
-
-def _level(demands: Collection[float], affordable: float) -> float:
-    """Returns up to which level demands are met, so that together they are affordable."""
-    left = affordable
-    ordered = sorted(demands)
-    for at, demand in enumerate(ordered):
-        level = left / (len(ordered) - at)
-        if demand > level:
-            return level
-        left -= demand
-    return math.inf
 
 
 def _duty(affordable: float, before: float) -> float:

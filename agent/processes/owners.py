@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fair shares of what there is too little of: a container may make up what it likes, for itself.
 
-Whoever has less than a fair share keeps all, and what these leave is divided among the others.
+Shares are max-min fair: whoever wants less than an equal share gets all of it, and what these leave
+is divided among the others.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,15 +85,21 @@ def past_fair_share(owners: I64, most: int) -> npt.NDArray[np.bool_]:
     begins = np.cumsum(counts) - counts
     rank = np.zeros(len(owners), np.int64)
     rank[order] = np.arange(len(owners)) - begins[group[order]]
-    return rank >= _fair_share(counts, most)
+    return rank + 1 > max_min_share(counts.tolist(), most)
 
 
-def _fair_share(counts: I64, most: int) -> int:
-    """Returns how many each may keep, so that all together keep no more than so many."""
-    left = most
-    for before, count in enumerate(sorted(counts.tolist())):
-        share = left // (len(counts) - before)
-        if count > share:
+def max_min_share(demands: Iterable[float], whole: float) -> float:
+    """Returns how much each gets at most, so that all together get no more than the whole.
+
+    Args:
+        demands: What each wants.
+        whole: What there is.
+    """
+    left = whole
+    ordered = sorted(demands)
+    for at, demand in enumerate(ordered):
+        share = left / (len(ordered) - at)
+        if demand > share:
             return share
-        left -= count
-    return most
+        left -= demand
+    return math.inf

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import COLUMNS, NO_STACK, Window, rows_of
-from aiflame.agent.processes.owners import owner_of, past_fair_share
+from aiflame.agent.processes.owners import max_min_share, owner_of, past_fair_share
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.sinks.bounded_naming import NAMED_AT_ONCE, by_importance
 from hypothesis import given
@@ -38,6 +40,22 @@ _NONE = 0xFFFF_FFFF
 )
 def test_what_is_made_inside_of_a_container_is_its_own(path: str, owner: str) -> None:
     assert owner_of(path) == owner
+
+
+@pytest.mark.parametrize(
+    ("demands", "whole", "share"),
+    [
+        ([], 10, math.inf),
+        ([4, 6], 10, math.inf),
+        ([9, 9], 10, 5),
+        ([100, 1, 3.5], 10, 5.5),
+        ([1, 8, 8], 0, 0),
+    ],
+)
+def test_who_wants_little_gets_it_and_leaves_the_rest_to_others(
+    demands: list[float], whole: float, share: float
+) -> None:
+    assert max_min_share(demands, whole) == share
 
 
 @given(st.lists(st.integers(0, 5), max_size=200), st.integers(0, 100))
