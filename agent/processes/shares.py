@@ -10,19 +10,15 @@ engines choose. A limit below all that there is would cost the one large process
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 
-from aiflame.agent.processes.identity import identity_of
+from aiflame.agent.processes.owners import owner_of
 
 # Of the whole: what is kept for processes that have little, and, as part of that, for payers.
 _FOR_PROCESSES, _FOR_PAYERS = 1 / 16, 1 / 32
 # Of the whole: what is little. A shell with its libraries has a dozen files, most of them shared.
 _LITTLE = 1 / 32
-
-# systemd's: a user makes what cgroups it likes below it, in the name of any container.
-_USER = re.compile(r"/user\.slice/user-\d+\.slice")
 
 
 def payer_of(cgroup: str, uid: int) -> str:
@@ -32,16 +28,8 @@ def payer_of(cgroup: str, uid: int) -> str:
         cgroup: Path of its cgroup, "" where that is not known.
         uid: Of its owner, who pays where cgroups do not group processes.
     """
-    user = _USER.match(cgroup)
-    if user is not None:
-        return user[0]
-    identity = identity_of(cgroup)
-    # The outermost: what is in a container or service may make others below its own cgroup.
-    if identity.containers:
-        return identity.containers[0].path
-    if identity.units:
-        return identity.units[0].path
-    return cgroup if cgroup not in ("", "/") else f"user {uid}"
+    owner = owner_of(cgroup)
+    return owner if owner not in ("", "/") else f"user {uid}"
 
 
 class Shares:

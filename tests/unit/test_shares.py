@@ -42,7 +42,14 @@ _ID = "0123456789abcdef" * 4
         (f"/system.slice/docker-{_ID}.scope/a/b", f"/system.slice/docker-{_ID}.scope"),
         (f"/docker/{_ID}/docker/{_ID[::-1]}", f"/docker/{_ID}"),
         ("/system.slice/nginx.service/worker.service", "/system.slice/nginx.service"),
+        # A service that may make cgroups calls them what it likes.
+        (f"/system.slice/web.service/docker-{_ID}.scope", "/system.slice/web.service"),
+        (
+            f"/system.slice/docker.service/docker/{_ID}/a",
+            f"/system.slice/docker.service/docker/{_ID}",
+        ),
         ("/machine/build", "/machine/build"),
+        ("/..", "user 7"),
         ("/", "user 7"),
         ("", "user 7"),
     ],
