@@ -29,7 +29,7 @@ from typing import Protocol
 
 from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet.labels import TOLD_OF_POD, Subject
-from aiflame.agent.processes.identity import identity_of
+from aiflame.agent.processes.identity import ENGINE_UNITS, identity_of
 
 _UNIT = "unit"
 _FIELDS = (
@@ -42,10 +42,10 @@ _KNOWN = ", ".join((*_FIELDS, _PROCESS, f"{_LABEL}:NAME", f"{_ANNOTATION}:NAME")
 _MAX_WILDCARDS = 8
 # A host of 500 pods has some 5,000.
 _MAX_GROUPS = 65536
-# Of one user, or one container, to whom cgroups may be delegated: systemd in a container has some
-# hundred. Past it, what is left out is so where labels are made.
+# Of one user, container or service, to whom cgroups may be delegated: systemd in a container has
+# some hundred, and pods are below slices. Past it, what is left out is so where labels are made.
 _MAX_GROUPS_OF_ONE = 2048
-_OWNED = re.compile(r"user-\d{1,10}\.slice|.*[0-9a-f]{64}(?:\.scope)?", re.DOTALL)
+_OWNED = re.compile(r"user-\d{1,10}\.slice|.+\.(?:service|scope)|.*[0-9a-f]{64}", re.DOTALL)
 _MAX_DEPTH = 32
 # Of a directory with none in it (kernfs_refresh_inode, fs/kernfs/inode.c: 2 and one for each). Most
 # cgroups are, and reading the names of their fifty files takes most of the time.
@@ -261,7 +261,7 @@ def _groups(mount: Path, owner: str = "") -> Iterator[tuple[str, int]]:
     of_owners: Counter[str] = Counter()
     while waiting and count < _MAX_GROUPS:
         path, folder, depth, owner = waiting.pop()
-        if not owner and _OWNED.fullmatch(path.rpartition("/")[2]):
+        if not owner and _is_owned(path.rpartition("/")[2]):
             owner = path
         most = _MAX_GROUPS_OF_ONE - of_owners[owner] if owner else _MAX_GROUPS
         try:
@@ -276,6 +276,11 @@ def _groups(mount: Path, owner: str = "") -> Iterator[tuple[str, int]]:
             waiting += [
                 (f"{path.rstrip('/')}/{n}", f"{folder}/{n}", depth + 1, owner) for n in below
             ]
+
+
+def _is_owned(name: str) -> bool:
+    """Whether others than root and engines may make the cgroups below one of that name."""
+    return name not in ENGINE_UNITS and _OWNED.fullmatch(name) is not None
 
 
 def _names_below(folder: str, most: int) -> list[str]:

@@ -183,25 +183,34 @@ def test_ids_of_cgroups_that_are_left_out(tmp_path: Path) -> None:
     assert _left_out(tmp_path, Selection(), _Owners("/")) == set()
 
 
-def test_cgroups_of_a_user_or_a_container_do_not_hide_those_of_others(
+def test_cgroups_of_a_user_a_container_or_a_service_do_not_hide_those_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection, "_MAX_GROUPS", 500)
+    monkeypatch.setattr(selection, "_MAX_GROUPS", 800)
     monkeypatch.setattr(selection, "_MAX_GROUPS_OF_ONE", 100)
-    # GIVEN a user and a container who make cgroups without end, where these are delegated to them
-    hostile = ["user.slice/user-7.slice/user@7.service", f"system.slice/docker-{'a' * 64}.scope"]
+    # GIVEN a user, a container and a service who make cgroups without end, under names of
+    # containers, where these are delegated to them
+    hostile = [
+        "user.slice/user-7.slice/user@7.service",
+        f"system.slice/docker-{'a' * 64}.scope",
+        "system.slice/web.service",
+    ]
     for folder in (tmp_path / name for name in hostile):
         for number in range(300):
-            (folder / f"{number}").mkdir(parents=True)
+            (folder / f"docker-{number:064x}.scope" / "a").mkdir(parents=True)
+    # AND an engine that has as many containers below its own service
+    containers = [f"/system.slice/docker.service/{number:064x}" for number in range(90)]
+    for name in containers:
+        (tmp_path / name.lstrip("/") / "a").mkdir(parents=True)
     services = [f"/system.slice/{number}.service" for number in range(200)]
     for name in services:
         (tmp_path / name.lstrip("/")).mkdir()
     # WHEN all are looked at THEN no group of others' is missing
     owners = _Owners("/")
     _left_out(tmp_path, Selection.parse([], ["namespace=prod"]), owners)
-    assert {*services} <= {*owners.expected}
-    assert sum("user-7" in path for path in owners.expected) == 101
-    assert sum("docker" in path for path in owners.expected) == 101
+    assert {*services, *containers, *(f"{name}/a" for name in containers)} <= {*owners.expected}
+    for name in ("user-7", "/docker-aaa", "web.service"):
+        assert sum(name in path for path in owners.expected) == 101
 
 
 def test_a_tree_that_is_too_deep_ends(tmp_path: Path) -> None:
