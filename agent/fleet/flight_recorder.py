@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -50,14 +51,14 @@ class FlightRecorder:
         for folder in reversed(folders_of(directory)):
             try:
                 windows = RecordedWindows(folder)
-            except (BadSegment, OSError):  # it has no window yet, or was removed
+            except (BadSegment, OSError):  # it has no window yet, is damaged, or was removed
                 continue
             if self.facts and recording_of(windows.facts) != recording_of(self.facts):
                 break
             begin_ns = int(folder.name) - int(windows.facts["started_unix_ns"])
             # Names go by the clock: of one that was set back, they are not in order.
             if not found or begin_ns > max(found.values()):
-                end_ns = max((window.end_ns for window in windows), default=0)
+                end_ns = _end_of(windows)
                 if not end_ns:
                     continue
                 self.facts, self.end_ns = windows.facts, end_ns
@@ -86,6 +87,15 @@ class FlightRecorder:
 def recording_of(facts: Mapping[str, str | int]) -> str | int:
     """Returns what tells the recordings of one host apart, given the facts of a stretch."""
     return facts.get(MONOTONIC_START_FACT, facts["started_unix_ns"])
+
+
+def _end_of(windows: Iterable[Window]) -> int:
+    """Returns where the newest window ends that can be read, 0 where none can."""
+    end_ns = 0
+    with suppress(OSError):
+        for window in windows:
+            end_ns = max(end_ns, window.end_ns)
+    return end_ns
 
 
 def _windows(folder: Path) -> Iterator[Window]:

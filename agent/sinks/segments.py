@@ -149,7 +149,7 @@ class RecordedWindows:
         path: Of the folder or file. It may be written meanwhile.
 
     Attributes:
-        facts: Of the recording.
+        facts: Of the recording, from the first segment whose header is whole.
         damage: What could not be read of files that are read, each with its name.
         removed: How many files went before they were read: what is old, or all once a recording
             has ended.
@@ -165,11 +165,21 @@ class RecordedWindows:
         self.facts: dict[str, str | int] = {}
         self.damage: list[str] = []
         self.removed = 0
+        reason = "no segment of a recording is there"
         for each in self._paths:
-            with suppress(FileNotFoundError), each.open("rb") as file:
-                self.facts = SegmentReader(file).facts
+            try:
+                with each.open("rb") as file:
+                    reader = SegmentReader(file)
+            except FileNotFoundError:
+                continue
+            except BadSegment as error:
+                reason = str(error)
+                continue
+            if not reader.damage:
+                self.facts = reader.facts
                 return
-        raise BadSegment("no segment of a recording is there")
+            reason = reader.damage
+        raise BadSegment(reason)
 
     def __iter__(self) -> Iterator[Window]:
         return with_jit_symbols(self._windows(self._paths), self._windows(self._jit_paths))
@@ -182,7 +192,11 @@ class RecordedWindows:
                 self.removed += 1
                 continue
             with file:
-                reader = SegmentReader(file)
+                try:
+                    reader = SegmentReader(file)
+                except BadSegment as error:  # as a file system leaves one that lost its power
+                    self.damage.append(f"{path.name}: {error}")
+                    continue
                 yield from reader
                 if reader.damage:
                     self.damage.append(f"{path.name}: {reader.damage}")

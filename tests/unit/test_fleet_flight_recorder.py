@@ -125,6 +125,31 @@ def test_stretches_that_are_removed_meanwhile_are_missing(directory: Path) -> No
     assert [(w.start_ns, w.end_ns) for w in recorded] == every[4:]
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("left", [b"", b"AFLM", b"AFLMSEG1", 20, 40, bytes(4096)])
+def test_a_stretch_that_lost_its_header_costs_only_itself(
+    directory: Path, at: int, left: bytes | int
+) -> None:
+    # GIVEN a stretch whose segment is cut, or is zeros, as after a loss of power
+    every = _record(directory, 1000)
+    (segment,) = folders_of(directory)[at].glob("segment-*")
+    segment.write_bytes(segment.read_bytes()[:left] if isinstance(left, int) else left)
+    # THEN what others have is there
+    recorded = FlightRecorder(directory, 99 * _S)
+    parts = [every[:4], every[4:8], every[8:]]
+    del parts[at]
+    assert [(w.start_ns, w.end_ns) for w in recorded] == [w for part in parts for w in part]
+    assert recorded.facts["started_unix_ns"] == 1000 * _S
+
+
+def test_a_later_segment_that_cannot_be_read_costs_only_itself(directory: Path) -> None:
+    every = _record(directory, 1000)
+    (folder_of_newest,) = folders_of(directory)[2:]
+    (folder_of_newest / "segment-000001.windows").write_bytes(bytes(4096))
+    recorded = FlightRecorder(directory, 99 * _S)
+    assert [(w.start_ns, w.end_ns) for w in recorded] == every
+
+
 def test_an_agent_that_has_just_begun_has_nothing(directory: Path) -> None:
     Stretches(directory, Log())
     with pytest.raises(AiflameError, match="nothing is recorded yet"):

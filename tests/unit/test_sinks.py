@@ -385,14 +385,31 @@ def test_what_is_cut_or_missing_costs_only_itself(tmp_path: Path) -> None:
     assert not are_segments(first)
 
 
+@pytest.mark.parametrize("left", [0, 12, 30])
+def test_facts_are_of_the_first_segment_that_has_them(tmp_path: Path, left: int) -> None:
+    # GIVEN segments of which the first is cut in its header, and the second is zeros
+    _segments(tmp_path, _long(200))
+    first, second, *_ = sorted(tmp_path.iterdir())
+    first.write_bytes(first.read_bytes()[:left])
+    second.write_bytes(bytes(99))
+    # THEN the others are read as if these were not there, and that is said
+    read = RecordedWindows(tmp_path)
+    assert read.facts == FACTS
+    assert [window.end_ns // 1_000_000_000 for window in read] == [*range(121, 201)]
+    assert [words.partition(":")[0] for words in read.damage] == [first.name, second.name]
+    # AND where no header is left, there is no recording.
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(BadSegment, match=r"header|no segment"):
+        RecordedWindows(tmp_path)
+
+
 def test_where_there_is_nothing_that_is_said(tmp_path: Path) -> None:
     with pytest.raises(BadSegment, match="no segment"):
         RecordedWindows(tmp_path)
     _segments(tmp_path, _long(1))
     (path,) = tmp_path.iterdir()
-    with path.open("rb") as file:
-        header = len(file.read()) // 4
-    path.write_bytes(path.read_bytes()[:header])
+    path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(BadSegment, match="no window"):
         capture_of_windows(tmp_path / "run.aiflame", RecordedWindows(tmp_path), FACTS)
 
