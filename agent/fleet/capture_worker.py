@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,7 +40,7 @@ from aiflame.agent.fleet.capture_request import CaptureRequest, done, refusal, s
 from aiflame.agent.fleet.config import AgentSettings, config_of
 from aiflame.agent.fleet.flight_recorder import FlightRecorder, SeenProcesses
 from aiflame.agent.fleet.known_containers import kept
-from aiflame.agent.fleet.labelling import kubelet_of, label_options
+from aiflame.agent.fleet.labelling import is_roots, kubelet_of, label_options
 from aiflame.agent.fleet.labels import Labeller, NoPods
 from aiflame.agent.fleet.pods import KubeletError
 from aiflame.agent.memory_file import memory_file
@@ -47,6 +48,7 @@ from aiflame.agent.model.profile import LOSSES_FACT, NS_PER_S, OF_HOST, Process
 from aiflame.agent.model.window import Window
 from aiflame.agent.model.window_selection import of_processes
 from aiflame.agent.outfile import private_directory
+from aiflame.agent.processes.targets import cgroup2_mounts
 from aiflame.agent.sinks.rebuilt import capture_of_windows
 from aiflame.agent.symbols.frames import clean_name
 
@@ -121,7 +123,9 @@ class _Job:
                     pods.pods = kubelet_of(self._settings).fetch()
                 except KubeletError as error:
                     self._say(f"note: pods have no names: {error}")
-            self._known = Labeller(label_options(self._settings), pods)
+            self._known = Labeller(
+                label_options(self._settings), pods, is_roots=partial(is_roots, cgroup2_mounts())
+            )
             # Containers that are gone, of which neither the kubelet nor an engine tells.
             self._known.learn(kept(self._settings.directory))
         return self._known

@@ -15,14 +15,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from aiflame.agent.fleet.labels import Facts
+from aiflame.agent.fleet.labels import Facts, KnownContainer
 from aiflame.agent.fleet.pods import Pod, PodContainer
 from aiflame.agent.processes.container_names import EngineFacts
 
 _FILE = "containers.json"
 
 
-def keep(directory: Path, known: Mapping[str, Facts]) -> None:
+def keep(directory: Path, known: Mapping[str, KnownContainer]) -> None:
     """Keeps what is known, in place of what was kept; where the disk is full, that stays.
 
     Args:
@@ -30,7 +30,7 @@ def keep(directory: Path, known: Mapping[str, Facts]) -> None:
         known: By ids of containers.
     """
     path, new = directory / _FILE, directory / f"{_FILE}.new"
-    words = {key: asdict(facts) for key, facts in known.items()}
+    words = {key: asdict(one) for key, one in known.items()}
     with suppress(OSError):
         new.unlink(missing_ok=True)
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -38,7 +38,7 @@ def keep(directory: Path, known: Mapping[str, Facts]) -> None:
         new.rename(path)
 
 
-def kept(directory: Path) -> dict[str, Facts]:
+def kept(directory: Path) -> dict[str, KnownContainer]:
     """Returns what was kept, nothing where that cannot be read.
 
     Args:
@@ -46,7 +46,10 @@ def kept(directory: Path) -> dict[str, Facts]:
     """
     try:
         words = json.loads((directory / _FILE).read_text())
-        return {key: _facts(value) for key, value in words.items()}
+        return {
+            key: KnownContainer(_facts(one["facts"]), str(one["of_service"]))
+            for key, one in words.items()
+        }
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
         return {}  # there is none, or it is of another version
 

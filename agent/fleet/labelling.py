@@ -8,7 +8,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from pathlib import Path
 
 from aiflame.agent.fleet.config import MOST_LEFT_OUT, AgentSettings
 from aiflame.agent.fleet.engine_watch import EngineWatch
@@ -58,6 +60,20 @@ def label_options(settings: AgentSettings) -> LabelOptions:
     )
 
 
+def is_roots(mounts: Sequence[Path], cgroup: str) -> bool:
+    """Whether nobody but root can make cgroups in one: those of others are delegated.
+
+    Args:
+        mounts: Of cgroup v2.
+        cgroup: Its path.
+    """
+    try:
+        found = (mounts[0] / cgroup.lstrip("/")).stat()
+    except (OSError, IndexError):  # it is gone, or there is no cgroup v2
+        return False
+    return found.st_uid == 0 and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 @dataclass(frozen=True, slots=True)
 class LeftOut:
     """What the kernel half is to leave out.
@@ -95,21 +111,13 @@ class Labelling:
             self._engines.facts_of,
             rootless_facts=self._rootless.facts_of,
             names_of=self._engines.names_of,
-            is_roots=self._is_roots,
+            is_roots=partial(is_roots, self._mounts),
         )
         self._labeller.learn(kept(self._directory))
         self._kept_changes = 0
         self._layout = cgroup_layout()
         self._paths: OrderedDict[str, None] = OrderedDict()  # of processes, where v1 groups them
         self.use(settings)
-
-    def _is_roots(self, cgroup: str) -> bool:
-        """Whether nobody but root can make cgroups in one: those of others are delegated."""
-        try:
-            found = (self._mounts[0] / cgroup.lstrip("/")).stat()
-        except (OSError, IndexError):  # it is gone, or there is no cgroup v2
-            return False
-        return found.st_uid == 0 and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
     def use(self, settings: AgentSettings) -> None:
         """Takes another configuration; what is known of containers and pods stays."""

@@ -198,6 +198,19 @@ class NoPods:
 Facts = PodContainer | EngineFacts
 
 
+@dataclass(frozen=True, slots=True)
+class KnownContainer:
+    """What is known of a container, for whoever labels it once it is gone.
+
+    Attributes:
+        facts: What its pod or engine told.
+        of_service: Its cgroup, where root has made it below a service, "" elsewhere.
+    """
+
+    facts: Facts
+    of_service: str = ""
+
+
 @dataclass(slots=True)
 class _Known:
     facts: Facts | None
@@ -298,15 +311,20 @@ class Labeller:
         return Labels(service=_OTHER, node=self._node)
 
     @property
-    def known(self) -> dict[str, Facts]:
+    def known(self) -> dict[str, KnownContainer]:
         """What is known of containers, by their ids."""
-        return {key: known.facts for key, known in self._known.items() if known.facts is not None}
+        return {
+            key: KnownContainer(known.facts, known.of_service)
+            for key, known in self._known.items()
+            if known.facts is not None
+        }
 
-    def learn(self, known: Mapping[str, Facts]) -> None:
+    def learn(self, known: Mapping[str, KnownContainer]) -> None:
         """Takes what somebody else has known of containers, as of ones that were just seen."""
         now_s = self._clock_s()
-        for container_id, facts in known.items():
-            self._known[container_id] = _Known(facts, now_s, now_s, now_s)
+        for container_id, one in known.items():
+            learnt = _Known(one.facts, now_s, now_s, now_s, of_service=one.of_service)
+            self._known[container_id] = learnt
         self._forget(now_s)
 
     @property
@@ -457,6 +475,7 @@ class Labeller:
         if not self._is_roots(outermost.path.rpartition("/")[0]):
             return None
         known = self._seen(outermost.id, now_s)
+        self.changes += known.of_service != outermost.path
         known.of_service = outermost.path
         return outermost
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,13 @@ from aiflame.agent.capture import workspace
 from aiflame.agent.capture.workspace import Destination, Workspace, unfinished
 from aiflame.agent.commands import record
 from aiflame.agent.errors import AiflameError, DiskFull
-from aiflame.agent.fleet import capture_worker
+from aiflame.agent.fleet import capture_choice, capture_worker
 from aiflame.agent.fleet.capture_request import CaptureRequest
 from aiflame.agent.fleet.config import AgentSettings
+from aiflame.agent.fleet.known_containers import keep
+from aiflame.agent.fleet.labels import KnownContainer
+from aiflame.agent.processes.container_names import EngineFacts
+from profiles import process
 
 _REQUEST = CaptureRequest(is_all=True, duration_ns=10**9)
 
@@ -57,6 +62,33 @@ def test_a_capture_without_devices_has_no_share_of_their_time(
     settings = AgentSettings(gpu="none", directory=tmp_path)
     arguments = _command(monkeypatch, settings)
     assert "--gpu-duty" not in arguments and "none" in arguments
+
+
+def test_a_container_below_a_service_is_chosen_and_labelled_as_sinks_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a container of a service, as Quadlet makes it, of which the agent knows
+    container_id, service = "a" * 64, "/system.slice/quadlet.service"
+    group = f"{service}/libpod-payload-{container_id}"
+    (tmp_path / group.lstrip("/")).mkdir(parents=True)
+    keep(tmp_path, {container_id: KnownContainer(EngineFacts("web"))})
+    monkeypatch.setattr(capture_worker, "cgroup2_mounts", lambda: [tmp_path])
+    monkeypatch.setattr(capture_choice, "cgroup2_mounts", lambda: [tmp_path])
+    monkeypatch.setattr(
+        capture_worker, "is_roots", lambda mounts, cgroup: (mounts, cgroup) == ([tmp_path], service)
+    )
+    one = replace(process(7, "nginx"), cgroup=f"{group}/container")
+    others = replace(process(8, "podman"), cgroup=f"{service}/runtime")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        request = CaptureRequest(container="web", duration_ns=10**9)
+        job = capture_worker._Job(request, AgentSettings(directory=tmp_path), tmp_path, ours)
+        # WHEN it is asked for by its name
+        choice = job._choose([others, one])
+    # THEN it is found, all of it and nothing else, and has the label that sinks have.
+    assert (choice.numbers, choice.group) == ((1,), group)
+    assert choice.labels is not None
+    assert (choice.labels.service, choice.labels.container) == ("web", "web")
 
 
 def _be_killed(path: Path) -> None:

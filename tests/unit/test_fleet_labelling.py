@@ -19,7 +19,7 @@ from aiflame.agent.fleet.engine_watch import EngineWatch
 from aiflame.agent.fleet.host_checks import CgroupLayout
 from aiflame.agent.fleet.known_containers import keep, kept
 from aiflame.agent.fleet.labelling import Labelling, LeftOut
-from aiflame.agent.fleet.labels import Labeller, NoPods, Subject
+from aiflame.agent.fleet.labels import KnownContainer, Labeller, NoPods, Subject
 from aiflame.agent.fleet.pods import Pod, PodContainer, PodList
 from aiflame.agent.fleet.selection import Selection, known_groups
 from aiflame.agent.fleet.sinks import SINKS, sink_module
@@ -426,6 +426,24 @@ def test_names_of_containers_that_are_gone_outlive_the_process(
     )
 
 
+def test_a_container_below_a_service_that_is_gone_outlives_the_process(
+    tmp_path: Path, engine: dict[str, EngineFacts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a container of a service, as Quadlet makes it, that an agent has known while it ran
+    group = f"/system.slice/quadlet.service/libpod-payload-{'a' * 64}"
+    engine["a" * 64] = EngineFacts("web")
+    settings = _config(directory=str(tmp_path)).agent
+    monkeypatch.setattr(labelling, "is_roots", lambda *_: True)
+    Labelling(settings).expect(_window(f"{group}/container"))
+    engine.clear()
+    monkeypatch.setattr(labelling, "is_roots", lambda *_: False)
+    # WHEN another process labels what that one left THEN it has its name
+    paths = (f"{group}/container", f"/system.slice/evil.service/libpod-payload-{'a' * 64}")
+    found = Labelling(settings).of([replace(process(7, "x"), cgroup=path) for path in paths])
+    # AND a service that makes up a cgroup of that name has not.
+    assert [each.service for each in found if each is not None] == ["web", "evil"]
+
+
 @pytest.mark.parametrize("mode", [0o755, 0o775, 0o757])
 def test_whoever_may_make_a_cgroup_below_a_service_names_no_container(
     tmp_path: Path, engine: dict[str, EngineFacts], monkeypatch: pytest.MonkeyPatch, mode: int
@@ -453,7 +471,8 @@ def test_a_container_has_its_new_name(tmp_path: Path, engine: dict[str, EngineFa
     (labels,) = one.of(processes)
     assert labels is not None and (labels.service, labels.container) == ("new", "new")
     one.expect(_window(processes[0].cgroup))
-    assert kept(tmp_path) == {"a" * 64: EngineFacts("new", "web:1", (("a", "b"),))}
+    facts = EngineFacts("new", "web:1", (("a", "b"),))
+    assert kept(tmp_path) == {"a" * 64: KnownContainer(facts)}
 
 
 def test_a_container_that_is_renamed_is_left_out_or_not_by_its_new_name(
@@ -524,9 +543,9 @@ _POD = Pod("shop", "web-1", "uid", labels=(("app", "web"),), annotations=(("a", 
 
 def test_what_is_kept_is_what_was_known(tmp_path: Path) -> None:
     known = {
-        "a" * 64: EngineFacts("web", "nginx", (("team", "\udcff\x1b[31m"),)),
-        "b" * 64: PodContainer(_POD, "app", "nginx:1", "sha256:ab", "init"),
-        "c" * 64: EngineFacts("job", may_have_labels=True),
+        "a" * 64: KnownContainer(EngineFacts("web", "nginx", (("team", "\udcff\x1b[31m"),))),
+        "b" * 64: KnownContainer(PodContainer(_POD, "app", "nginx:1", "sha256:ab", "init")),
+        "c" * 64: KnownContainer(EngineFacts("job", may_have_labels=True), "/a.service/c"),
     }
     keep(tmp_path, known)
     keep(tmp_path, known)
@@ -535,7 +554,12 @@ def test_what_is_kept_is_what_was_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "7", '{"a": 7}', '{"a": {"labels": 7}}', "[" * 10**5]
+    "text",
+    [
+        *("", "{", "[]", "7", "[" * 10**5, '{"a": 7}', '{"a": {"facts": 7}}'),
+        '{"a": {"facts": {"labels": 7}, "of_service": ""}}',
+        '{"a": {"name": "web", "image": "", "labels": [], "may_have_labels": false}}',
+    ],
 )
 def test_what_is_kept_and_cannot_be_read_is_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "containers.json").write_text(text)
