@@ -55,6 +55,7 @@ from aiflame.agent.store.selector import (
     held_range,
     holds,
     moment_words,
+    newest_begin,
     nothing_there,
 )
 
@@ -457,8 +458,10 @@ def _range(engine: Engine, args: argparse.Namespace, is_all: bool) -> tuple[int,
                 f"it has what was between {moment_words(first)} and {moment_words(last)}",
             )
         return begin, end
+    # What is shorter than a window is a whole one: it has all of its time where it begins.
+    begin = min(last - (args.last_ns or _DEFAULT_LAST_NS) // NS_PER_S, newest_begin(engine))
     # A young store has less: rates and titles are of what it holds.
-    return max(first, last - (args.last_ns or _DEFAULT_LAST_NS) // NS_PER_S), last
+    return max(first, begin), last
 
 
 def moment_s(text: str) -> int:

@@ -194,3 +194,11 @@ def held_range(engine: Engine) -> tuple[int, int]:
             f"aiflame store add run.aiflame --store {engine.name}",
         )
     return min(x for x, _ in found), max(x for _, x in found)
+
+
+def newest_begin(engine: Engine) -> int:
+    """Returns when the newest window of a store that has some begins, in seconds of Unix."""
+    ((begin,),) = engine.query(
+        "SELECT toUInt32(greatest((SELECT max(t) FROM samples), (SELECT max(t) FROM gpu)))"
+    ).rows
+    return int(begin)

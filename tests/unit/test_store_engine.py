@@ -426,6 +426,18 @@ def test_lighter_stacks_are_left_out_and_said(store: DirectoryEngine) -> None:
     assert found.left_out_ns == whole - int(found.profile.samples["ns"].sum())
 
 
+def test_a_store_without_devices_has_a_newest_window(
+    store: DirectoryEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _add(store, small_profile(), 0, service="old")
+    _add(store, small_profile(), 9, service="new")
+    store.close()
+    assert cli.main(["query", "flame", "--store", store.name, "--last", "1ms", "-f", "folded",
+                     "-o", "-"]) == 0  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all(line.startswith("new;") for line in lines)
+
+
 def test_stacks_that_have_not_arrived_keep_their_time(store: DirectoryEngine) -> None:
     _add(store, small_profile())
     store.execute("TRUNCATE TABLE stacks")
@@ -1044,6 +1056,11 @@ def test_what_is_asked_for_by_words(
     # A store of less than an hour tells the time that it holds.
     code, out, _ = query("top", "--class", "all")
     assert f", {moment_words(_BEGIN_S)} to " in " ".join(out.split())
+    # What is shorter than a window, here of two seconds, is a whole one.
+    words = f", {moment_words(_BEGIN_S)} to {moment_words(_BEGIN_S + 2)};"
+    for last in ("500ms", "1s", "1500ms", "9s"):
+        code, out, _ = query("top", "--class", "all", "--last", last)
+        assert (code, words in " ".join(out.split())) == (0, True), last
     assert query("top", "--from", "2027-01-02", "--to", "2027-01-01")[0] == 2
     assert (
         query("flame", "-f", "svg", "-o", "-", "--from", "1999-01-01", "--to", "1999-01-02")[0] == 4
