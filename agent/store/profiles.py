@@ -66,6 +66,7 @@ from aiflame.agent.store.selector import (
     Selector,
     moment_words,
     nothing_there,
+    owner_column,
 )
 from aiflame.gpu.attribution import ATTRIBUTED_DTYPE, Certainty
 from aiflame.gpu.attribution.kernel_times import ATTRIBUTED_TIME_DTYPE
@@ -127,7 +128,7 @@ def profile_of(
         NothingThere: The store has nothing of it.
     """
     rows, left_out, left_out_ns = _samples(engine, selector, by, most_stacks)
-    detail = detail_of(engine, selector, _process_columns(by)) if is_page else None
+    detail = detail_of(engine, selector, ", ".join(_process_columns(by))) if is_page else None
     if detail is not None and rows:
         whole = {tuple(row[:4]) for row in rows}
         whole_ns = left_out_ns + sum(int(row[4]) for row in rows)
@@ -247,16 +248,17 @@ def _losses(engine: Engine, selector: Selector) -> tuple[Loss, ...]:
     return tuple(Loss(name, int(lost), meanings.get(name, "")) for name, lost in rows)
 
 
-def _process_columns(by: By) -> str:
+def _process_columns(by: By) -> tuple[str, str]:
+    """Returns expressions for a process's name and number."""
     # A pid of one host says nothing of another's, and nothing of a service.
-    return "comm, pid" if by is By.PROCESS else f"{by.value}, 0"
+    return ("comm", "pid") if by is By.PROCESS else (owner_column(by.value), "0")
 
 
 def _grouped(selector: Selector, by: By) -> tuple[str, dict[str, Parameter]]:
     where, values = selector.where()
+    name, number = _process_columns(by)
     return (
-        "SELECT "
-        f"{_process_columns(by).replace(', ', ' AS process, ')} AS number, class, stack_id,"
+        f"SELECT {name} AS process, {number} AS number, class, stack_id,"
         " sum(value) AS v, sum(events) AS n FROM samples"
         f" WHERE {where} GROUP BY process, number, class, stack_id"
     ), values
@@ -288,16 +290,16 @@ def _detailed_samples(
 ) -> list[list[Any]]:
     """Returns rows as `_samples`, with their bucket and values; of the `most` heaviest, 0: all."""
     where, values = selector.where()
-    own = _process_columns(by)
+    name, number = _process_columns(by)
     columns = [f"{column} AS d{i}" for i, column in enumerate(detail.columns)]
     keys = [f"d{i}" for i in range(len(columns))]
     chosen = ""
     if most:
         grouped, _ = _grouped(selector, by)
         heaviest = f"SELECT process, number, class, stack_id FROM ({grouped}) AS g{_HEAVIEST}"
-        chosen = f" AND ({own}, class, stack_id) IN ({heaviest})"
+        chosen = f" AND ({name}, {number}, class, stack_id) IN ({heaviest})"
     return engine.query(
-        f"SELECT {own.replace(', ', ' AS process, ')} AS number, class, stack_id, sum(value) AS v,"
+        f"SELECT {name} AS process, {number} AS number, class, stack_id, sum(value) AS v,"
         f" sum(events) AS n, {', '.join(columns)} FROM samples WHERE {where}{chosen}"
         f" GROUP BY process, number, class, stack_id, {', '.join(keys)}"
         f" ORDER BY v DESC, n DESC, stack_id, process, number, class, {', '.join(keys)}"
@@ -310,12 +312,12 @@ def _device_rows(
     engine: Engine, selector: Selector, by: By, most: int, detail: Detail | None
 ) -> list[list[Any]]:
     where, values = Selector(selector.begin_s, selector.end_s, selector.labels).where()
+    name, number = _process_columns(by)
     found = detail.columns if detail is not None else ()
     columns = "".join(f", {column} AS d{i}" for i, column in enumerate(found))
     keys = "".join(f", d{i}" for i in range(len(found)))
     return engine.query(
-        "SELECT "
-        f"{_process_columns(by).replace(', ', ' AS process, ')} AS number,"
+        f"SELECT {name} AS process, {number} AS number,"
         " family, model, kernel, reason, period_ns, launch_stack, sum(samples) AS n,"
         f" sum(busy_ns) AS ns, sum(runs) AS r{columns} FROM gpu WHERE {where}"
         " GROUP BY process, number, family, model, kernel, reason, period_ns,"

@@ -6,14 +6,21 @@ from __future__ import annotations
 from typing import Any
 
 from aiflame.agent.model.gpu import Kernel
-from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.model.profile import NS_PER_S, SampleClass
 from aiflame.agent.reports.device_rows import UNKNOWN_LAUNCH
 from aiflame.agent.reports.kernel_names import kernel_names
 from aiflame.agent.reports.table import Table, ms, percent
 from aiflame.agent.reports.words import duration, showable
 from aiflame.agent.store.engine import Engine
 from aiflame.agent.store.rows import NO_STACK
-from aiflame.agent.store.selector import AGENT_LABELS, UNKNOWN_STACK, Selector, moment_cell
+from aiflame.agent.store.selector import (
+    AGENT_LABELS,
+    UNKNOWN_STACK,
+    Selector,
+    held_range,
+    moment_cell,
+    owner_column,
+)
 from aiflame.agent.store.shown_frames import PARAMETERS, SHOWN, STACKS, WAITED_IN
 
 _S_PER_HOUR = 3_600
@@ -156,27 +163,33 @@ def kernels(engine: Engine, selector: Selector, limit: int) -> Table:
 def busy_by(engine: Engine, selector: Selector, label: str, limit: int) -> Table:
     """Returns how much of the time kernels ran, by one of selector.LABELS."""
     where, values = _of_devices(selector)
+    first_s, last_s = held_range(engine)
+    whole_ns = (min(selector.end_s, last_s) - max(selector.begin_s, first_s)) * NS_PER_S
     rows = engine.query(
-        f"SELECT {label} AS who, uniqExact(node) AS hosts, sum(busy_ns) AS busy,"
-        " toUInt64(max(t + span_s) - min(t)) AS seconds, sum(launches) AS launched,"
-        " sum(samples) AS n, sum(stalled) AS st, count() OVER () AS all"
+        f"SELECT {owner_column(label)} AS who, uniqExact(cluster, node) AS hosts,"
+        " sum(busy_ns) AS busy,"
+        " uniqExactIf((cluster, node, family, model), busy_ns > 0) AS devices,"
+        " sum(launches) AS launched, sum(samples) AS n, sum(stalled) AS st,"
+        " count() OVER () AS all"
         f" FROM gpu WHERE {where} GROUP BY who ORDER BY busy DESC, n DESC, who"
         " LIMIT {limit:UInt64}",
         {**values, "limit": limit},
     ).rows
     return Table(
         f"GPU time by {label}",
-        f"{selector.words}; busy: of the time from its first kernel to its last, where kernels that"
-        " ran at once count for each; stalled: of its samples",
-        (">busy", ">GPU ms", ">launches", ">samples", ">stalled", ">hosts", label),
+        f"{selector.words}; busy: of that time, as far as the store has it, times devices; devices:"
+        " that it ran kernels on, where all of one model in a host are one; kernels that ran at"
+        " once count for each; stalled: of its samples",
+        (">busy", ">devices", ">GPU ms", ">launches", ">samples", ">stalled", ">hosts", label),
         tuple(
             (
-                percent(int(busy), int(seconds) * 10**9) if int(busy) else "-",
-                *(_measured_ms(int(busy)), f"{int(launched):,}"),
-                *(f"{int(n):,}", percent(int(stalled), int(n)) if int(n) else "-"),
+                percent(int(busy), whole_ns * int(devices)) if int(busy) else "-",
+                *(f"{int(devices):,}" if int(busy) else "-", _measured_ms(int(busy))),
+                *(f"{int(launched):,}", f"{int(n):,}"),
+                percent(int(stalled), int(n)) if int(n) else "-",
                 *(f"{int(hosts):,}", showable(who) if who else "[none]"),
             )
-            for who, hosts, busy, seconds, launched, n, stalled, _ in rows
+            for who, hosts, busy, devices, launched, n, stalled, _ in rows
         ),
         _more(rows, 7),
     )

@@ -26,6 +26,11 @@ LABELS = (
     *("cluster", "node", "service", "version", "namespace", "pod", "workload", "container"),
     *("container_id", "comm"),
 )
+# What tells pods of one name apart, as a reader sees it; "" for what is in none.
+_POD = (
+    "if(pod = '', '', arrayStringConcat(arrayFilter(part -> part != '',"
+    " [toString(cluster), toString(namespace), toString(pod)]), '/'))"
+)
 # Of agents, which are of hosts.
 AGENT_LABELS = ("cluster", "node")
 
@@ -100,6 +105,14 @@ class Selector:
         """What was asked for, as a reader sees it."""
         chosen = [f"{column} {' or '.join(values)}" for column, values in self.labels.items()]
         return ", ".join([f"{moment_words(self.begin_s)} to {moment_words(self.end_s)}", *chosen])
+
+
+def owner_column(label: str) -> str:
+    """Returns the expression for whom a row is of, by one of LABELS, where it is told by name.
+
+    A pod's name is its own in its namespace alone, and that in its cluster.
+    """
+    return _POD if label == "pod" else label
 
 
 def holds(engine: Engine, selector: Selector) -> bool:

@@ -74,11 +74,13 @@ def store(tmp_path: Path) -> Iterator[DirectoryEngine]:
     engine.close()
 
 
-def _add(engine: DirectoryEngine, profile: Profile, minute: int = 0, **labels: str) -> None:
+def _add(
+    engine: DirectoryEngine, profile: Profile, minute: int = 0, cluster: str = "", **labels: str
+) -> None:
     begin = RECORDING.started_unix_ns + minute * 60 * NS_PER_S
     own = Labels(**{"service": "train", **labels})
     batch = Batch(own, profile, begin, profile.recording.duration_ns)
-    for piece in inserts_of([batch], "", lambda _: True):
+    for piece in inserts_of([batch], cluster, lambda _: True):
         engine.insert(piece.table.value, piece.rows, piece.token)
 
 
@@ -735,9 +737,9 @@ def test_tables_of_devices(store: DirectoryEngine) -> None:
     assert (
         kernels.rows[0][-1] == "long_scoreboard 58.8 %, barrier 29.4 %, math_pipe_throttle 11.8 %"
     )
-    # 2 kernels of 3 ms and 2 ms, and 20 ms of matmul, in windows of two seconds
-    busy = questions.busy_by(store, _ALL, "pod", 9)
-    assert {row[-1]: row[0] for row in busy.rows} == {"a": "1.2 %", "b": "1.2 %"}
+    # 2 kernels of 3 ms and 2 ms, and 20 ms of matmul, in a window of two seconds
+    busy = questions.busy_by(store, replace(_ALL, end_s=_BEGIN_S + 2), "pod", 9)
+    assert {row[-1]: row[:2] for row in busy.rows} == {"a": ("1.2 %", "1")}
     stalls = questions.stalls(store, _ALL, 1)
     assert stalls.rows[0][:2] == ("800", "50.0 %")
     assert stalls.rows[0][3:] == ("Test 100", "matmul", "long_scoreboard", "memory")
@@ -746,6 +748,58 @@ def test_tables_of_devices(store: DirectoryEngine) -> None:
     assert sum(stalled.values()) == 2 * (400 + 80 + 200 + 40 + 50 + 50)
     assert stalled["step (/app/train.py:21)"] == 80
     assert stalled["[unknown launch]"] == stalled["[no Python]"] == 100
+
+
+def _ran(store: DirectoryEngine, minutes: range, busy_s: int, *, pod: str, **labels: str) -> None:
+    """Adds minutes in which kernels of a pod ran for so long."""
+    row = {"span_s": 60, "family": "nvidia", "model": "H200", "kernel": "k", "pod": pod, **labels}
+    rows = [
+        {"t": _BEGIN_S + 60 * minute, "busy_ns": busy_s * NS_PER_S, **row} for minute in minutes
+    ]
+    store.insert("gpu", json_lines(rows), "-".join((pod, *labels.values())))
+
+
+def test_how_busy_a_pod_kept_devices_is_of_the_time_that_is_asked_for(
+    store: DirectoryEngine,
+) -> None:
+    # GIVEN an hour of a pod that used a device in its first minute alone, one that used one for
+    # half of all of it, and one that had two devices for all of it
+    _ran(store, range(1), 57, pod="short", node="n1")
+    _ran(store, range(60), 30, pod="half", node="n1")
+    for model in ("H200", "H100"):
+        _ran(store, range(60), 60, pod="whole", node="n2", model=model)
+    # THEN they are told by the hour, and of the minute by that
+    for end_s, shares in (
+        (_BEGIN_S + 100_000, [("whole", "100.0 %", "2"), ("half", "50.0 %", "1"),
+                              ("short", "1.6 %", "1")]),
+        (_BEGIN_S + 60, [("whole", "100.0 %", "2"), ("short", "95.0 %", "1"),
+                         ("half", "50.0 %", "1")]),
+    ):  # fmt: skip
+        busy = questions.busy_by(store, replace(_ALL, end_s=end_s), "pod", 9)
+        assert [(row[-1], *row[:2]) for row in busy.rows] == shares
+
+
+def test_pods_of_one_name_are_one_in_their_namespace_alone(store: DirectoryEngine) -> None:
+    where = (
+        {"namespace": "shop"},
+        {"namespace": "lab"},
+        {"namespace": "lab", "cluster": "eu"},
+        {"pod": "", "namespace": "lab"},
+    )
+    for minute, labels in enumerate(where):
+        _ran(store, range(60), 1 + minute, **{"pod": "web-1", "node": "n1", **labels})
+        _add(store, small_profile(), minute, **{"pod": "web-1", **labels})
+    names = ["[none]", "eu/lab/web-1", "lab/web-1", "shop/web-1"]
+    # THEN each has its time in the table of devices
+    busy = questions.busy_by(store, _ALL, "pod", 9)
+    assert [row[-1] for row in busy.rows] == names
+    assert [row[2] for row in busy.rows] == [f"{n * 60_000:,}.00" for n in (4, 3, 2, 1)]
+    # AND in a flame graph, also in one of a page, whole or of the heaviest stacks.
+    for most, is_page in ((10_000, False), (10_000, True), (8, True)):
+        profile = profile_of(store, _ALL, By.POD, most, is_page=is_page).profile
+        for view in (View.WALL, View.GPU_TIME):
+            roots = {line.partition(";")[0] for line in _folded(profile, view)}
+            assert roots == {"[not known]", *names[1:]}, (most, view)
 
 
 def test_lines_that_are_not_known_are_not_called_another_language(
