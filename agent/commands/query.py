@@ -88,6 +88,7 @@ EXIT CODES
 _DEFAULT_LIMIT = 20
 _DEFAULT_LAST_NS = 3600 * NS_PER_S
 _SIDE_KEYS = (*LABELS, "from", "to")
+_ON_CPU, _ALL_CLASSES = "on_cpu", "all"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     top = add("top", "functions that cost most, by themselves and with what they call", _top)
     _add_selection(top)
-    _add_class(top, "all")
+    _add_class(top, has_all=True)
     add_limit(top, _DEFAULT_LIMIT)
     top.add_argument(
         "--raw",
@@ -112,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flame = add("flame", "a flame graph, or another format of report", _flame)
     _add_selection(flame)
+    _add_class(flame, has_all=True, default=_ALL_CLASSES)
     _add_flame(flame)
     kernels = add(
         "kernels", "GPU kernels, what they waited for, and how busy devices were", _kernels
@@ -191,12 +193,12 @@ def _add_selection(parser: Any, labels: tuple[str, ...] = LABELS) -> None:
         )
 
 
-def _add_class(parser: Any, *more: str) -> None:
+def _add_class(parser: Any, *, has_all: bool = False, default: str = _ON_CPU) -> None:
     parser.add_argument(
         "--class",
         dest="classes",
-        choices=(*questions.CLASSES, *more),
-        default="on_cpu",
+        choices=(*questions.CLASSES, *([_ALL_CLASSES] if has_all else [])),
+        default=default,
         help="which time is counted (default: %(default)s)",
     )
 
@@ -228,8 +230,7 @@ def _add_flame(parser: Any) -> None:
     parser.add_argument(
         "--view",
         choices=[view.value for view in View],
-        default=View.WALL.value,
-        help="what to count; the html page can switch (default: %(default)s)",
+        help="what to count; the html page can switch (default: wall, with --class what it is of)",
     )
     parser.add_argument(
         "--inverted", action="store_true", help="merge from the leaf (default: from the root)"
@@ -305,13 +306,13 @@ def _agents(engine: Engine, args: argparse.Namespace) -> int:
 def _print(engine: Engine, selector: Selector, table: Table) -> int:
     """Prints a table; raises NothingThere where the store has nothing of what is asked for."""
     if not table.rows and not holds(engine, selector):
-        raise nothing_there(engine, selector)
+        raise nothing_there(engine, replace(selector, classes=()))
     print_tables([table])
     return 0
 
 
 def _flame(engine: Engine, args: argparse.Namespace) -> int:
-    name, view = _format(args, FORMATS), View(args.view)
+    name, view = _format(args, FORMATS), _view(args)
     if view.is_of_devices and name == "pstats":
         raise UsageError(f"pstats has no {view.label}", "use another -f")
     found = profile_of(
@@ -326,6 +327,21 @@ def _flame(engine: Engine, args: argparse.Namespace) -> int:
     )
     _write(found, name, options, args)
     return 0
+
+
+def _view(args: argparse.Namespace) -> View:
+    """Returns what a flame graph counts.
+
+    Raises:
+        UsageError: Nothing of the class that is asked for.
+    """
+    if args.classes == _ALL_CLASSES:
+        return View.WALL if args.view is None else View(args.view)
+    own = View.CPU if args.classes == _ON_CPU else View.OFFCPU
+    view = own if args.view is None else View(args.view)
+    if view not in (own, View.WALL):
+        raise UsageError(f"{args.classes} is no class of {view.label}", "leave out --view")
+    return view
 
 
 def _write(found: Found, name: str, options: ReportOptions, args: argparse.Namespace) -> None:
@@ -435,8 +451,8 @@ def _selector(engine: Engine, args: argparse.Namespace, *, is_all: bool = False)
         for name, values in vars(args).items()
         if name.startswith("label_") and values
     }
-    chosen = getattr(args, "classes", "all")
-    classes = () if chosen == "all" else (chosen,)
+    chosen = getattr(args, "classes", _ALL_CLASSES)
+    classes = () if chosen == _ALL_CLASSES else (chosen,)
     begin, end = _range(engine, args, is_all)
     return Selector(begin, end, labels, classes)
 

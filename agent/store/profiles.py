@@ -136,7 +136,9 @@ def profile_of(
         left_out += len(whole - {tuple(row[:4]) for row in rows})
         left_out_ns = whole_ns - sum(int(row[4]) for row in rows)
     most_of_devices = most_stacks if detail is None else MOST_ROWS
-    device_rows = _device_rows(engine, selector, by, most_of_devices, detail)
+    device_rows = []
+    if not selector.classes:  # what devices did is of none
+        device_rows = _device_rows(engine, selector, by, most_of_devices, detail)
     if not rows and not device_rows:
         raise nothing_there(engine, selector)
     build = _Builder(detail)
@@ -526,7 +528,7 @@ class _Builder:
                 duration_ns=(end_s - begin_s) * NS_PER_S,
                 period_ns=int(on_cpu["ns"].sum()) // count if count else 0,
                 command="",
-                target=selector.words,
+                target=selector.words_with_class,
                 recorder_cpu_ns=0,
                 recorder_peak_rss_bytes=0,
                 facts=(("from", "a fleet store: all threads of a process are one"),),

@@ -106,6 +106,11 @@ class Selector:
         chosen = [f"{column} {' or '.join(values)}" for column, values in self.labels.items()]
         return ", ".join([f"{moment_words(self.begin_s)} to {moment_words(self.end_s)}", *chosen])
 
+    @property
+    def words_with_class(self) -> str:
+        """The same with the class of time."""
+        return ", ".join([self.words, *(CLASS_WORDS[klass] for klass in self.classes)])
+
 
 def owner_column(label: str) -> str:
     """Returns the expression for whom a row is of, by one of LABELS, where it is told by name.
@@ -136,7 +141,7 @@ def nothing_there(engine: Engine, selector: Selector) -> NothingThere:
     """
     hints = (_unmatched(engine, selector, label) for label in selector.labels)
     hint = next(filter(None, hints), "ask for another time, or for less")
-    return NothingThere(f"the store has nothing of {selector.words}", hint)
+    return NothingThere(f"the store has nothing of {selector.words_with_class}", hint)
 
 
 def _unmatched(engine: Engine, selector: Selector, label: str) -> str:

@@ -43,7 +43,14 @@ from aiflame.agent.store.engines import DirectoryEngine, open_store
 from aiflame.agent.store.inserts import inserts_of
 from aiflame.agent.store.profiles import By, profile_of
 from aiflame.agent.store.rows import json_lines
-from aiflame.agent.store.selector import LABELS, NothingThere, Selector, held_range, moment_words
+from aiflame.agent.store.selector import (
+    CLASS_WORDS,
+    LABELS,
+    NothingThere,
+    Selector,
+    held_range,
+    moment_words,
+)
 from clickhouse_server import PASSWORD, clickhouse
 from device_profiles import small_device_profile, small_timed_profile
 from profiles import (
@@ -419,6 +426,22 @@ def test_every_format_of_report_is_made(store: DirectoryEngine) -> None:
     assert all(line.startswith("train;") for line in _folded(profile, View.WALL))
 
 
+@pytest.mark.parametrize("is_page", [False, True])
+def test_a_profile_of_one_class_has_nothing_of_devices(
+    store: DirectoryEngine, is_page: bool
+) -> None:
+    # GIVEN a profile with device samples and kernel times, which are of no class
+    _add(store, small_timed_profile())
+    of_class = replace(_ALL, classes=("blocked",))
+    whole, found = (
+        profile_of(store, each, By.POD, 10_000, is_page=is_page).profile
+        for each in (_ALL, of_class)
+    )
+    assert len(whole.gpu.samples) and len(whole.gpu.times)
+    assert not len(found.gpu.samples) and not len(found.gpu.times)
+    assert {*found.samples["klass"].tolist()} == {SampleClass.BLOCKED}
+
+
 def test_lighter_stacks_are_left_out_and_said(store: DirectoryEngine) -> None:
     _add(store, small_profile())
     found = profile_of(store, _ALL, By.PROCESS, 4)
@@ -426,6 +449,38 @@ def test_lighter_stacks_are_left_out_and_said(store: DirectoryEngine) -> None:
     assert len(found.profile.samples) == 4
     assert found.left_out == len(small_profile().samples) - 4
     assert found.left_out_ns == whole - int(found.profile.samples["ns"].sum())
+
+
+def test_a_flame_graph_is_of_one_class_where_that_is_asked_for(
+    store: DirectoryEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = small_timed_profile()
+    _add(store, profile)
+    store.close()
+
+    def flame(*words: str) -> tuple[int, str, str]:
+        code = cli.main(["query", "flame", "--store", store.name, *words])
+        return (code, *capsys.readouterr())
+
+    # GIVEN time on the CPU and waits of a class THEN each is there alone, and together they are all
+    wholes = {}
+    for name in ("all", *questions.CLASSES):
+        code, out, said = flame("-f", "folded", "-o", "-", "--class", name)
+        wholes[name] = sum(int(line.rpartition(" ")[2]) for line in out.splitlines())
+        klass = name == "all" or np.any(profile.samples["klass"] == SampleClass[name.upper()])
+        assert (code, bool(out)) == ((0, True) if klass else (4, False)), said
+        assert code == 0 or f" UTC, {CLASS_WORDS[name]}\n" in said
+    assert 0 < wholes["on_cpu"] < wholes["all"] == sum(wholes[name] for name in questions.CLASSES)
+    assert flame("-f", "folded", "-o", "-")[1] == flame("-f", "folded", "-o", "-", "--view", "wall",
+                                                        "--class", "all")[1]  # fmt: skip
+    # AND a page says which.
+    page = tmp_path / "page.html"
+    assert flame("-o", str(page), "--class", "blocked")[0] == 0
+    assert "blocked time" in page.read_text()
+    # AND a view that has nothing of the class is refused.
+    for view in ("cpu", "gpu", "gputime"):
+        code, _, said = flame("-f", "folded", "-o", "-", "--class", "blocked", "--view", view)
+        assert (code, "blocked is no class of" in said) == (2, True)
 
 
 def test_a_store_without_devices_has_a_newest_window(
