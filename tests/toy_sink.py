@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-from aiflame.agent.fleet import naming, worker
+from aiflame.agent.fleet import naming, naming_worker
 from aiflame.agent.fleet.sinks import SINKS
 from aiflame.agent.inspector.fork_server import Program
 from aiflame.agent.model.batch import Batch
@@ -124,7 +124,7 @@ def _receive(port: int, folder: Path) -> None:
 def run(arguments: Sequence[str]) -> None:
     """The process of an agent that names and sends."""
     SINKS["toy"] = "toy_sink"
-    worker.run(arguments)
+    naming_worker.run(arguments)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 """The agent: records a whole host until it is told to end, and sends what it records.
 
 The collector writes windows into stretches on disk, and nothing else; a process of its own names
-and sends them (`worker`). Whatever fails there, what was recorded is on disk, and is sent later.
+and sends them (`naming_worker`). Whatever fails there, what was recorded is on disk, and is sent
+later.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ _TIDY_S = 60.0
 # disk that is damaged, and what is kept is not to go for that. Captures of stretches have some MB.
 _ROOM_BYTES = 256_000_000
 # As long as a stretch: what went is room for the next.
-_KEEP_LESS_S = 60.0
+_FREE_DISK_S = 60.0
 # How often what was freed goes back to the kernel, besides after windows: it is most once the
 # stacks of all threads that there were at the start have been walked.
 _GIVE_BACK_S = 10.0
@@ -261,11 +262,20 @@ def run_agent(
         bring_newest = functools.partial(_bring_newest, recorder, vitals)
         captures = CaptureEndpoint(config, log, capture_processes, bring_newest)
         agent = _Agent(
-            *(config, reload, recorder, signals, stretches, facts, log, vitals, captures, steers),
-            prepared,
-            server,
-            capture_processes,
-            health,
+            config=config,
+            reload=reload,
+            recorder=recorder,
+            signals=signals,
+            stretches=stretches,
+            facts=facts,
+            log=log,
+            vitals=vitals,
+            captures=captures,
+            steers=steers,
+            prepared=prepared,
+            server=server,
+            capture_processes=capture_processes,
+            health=health,
         )
         parts.callback(agent.close)
         give_back_freed_memory()  # programs and tables are in the kernel
@@ -357,6 +367,7 @@ class _Agent:
 
     def __init__(
         self,
+        *,
         config: AgentConfig,
         reload: Callable[[], AgentConfig],
         recorder: Recorder,
@@ -391,7 +402,7 @@ class _Agent:
         self._restart_at_s = 0.0
         self._stretch: Stretch | None = None
         self._tidied_s = time.monotonic()
-        self._kept_less_s = -_KEEP_LESS_S
+        self._freed_disk_s = -_FREE_DISK_S
         self._give_back_at_s = self._tidied_s + _GIVE_BACK_S
         self._untold_windows = 0
         self._told_ns = 0  # until when windows were told of, since the recording's start
@@ -563,7 +574,7 @@ class _Agent:
             return error
         return None
 
-    def _keep_less(self, *, is_known: bool) -> None:
+    def _free_disk(self, *, is_known: bool) -> None:
         """Removes half of what has been sent, as there is no room to name or to queue.
 
         Once for all that found none: sinks, and stretches that an earlier agent has left.
@@ -572,9 +583,9 @@ class _Agent:
             is_known: An error said that the disk is full, and no other one.
         """
         now_s = time.monotonic()
-        if now_s < self._kept_less_s + _KEEP_LESS_S or not (is_known or self._is_disk_full()):
+        if now_s < self._freed_disk_s + _FREE_DISK_S or not (is_known or self._is_disk_full()):
             return
-        self._kept_less_s = now_s
+        self._freed_disk_s = now_s
         self._drop_oldest((len(self._stretches.done(self._current)) + 1) // 2)
 
     def _is_disk_full(self) -> bool:
@@ -676,7 +687,7 @@ class _Agent:
             self._left_out_paths.update(report.get("left_out_paths", ()))
             self._recorder.leave_out(self._left_out_paths)
         if "no_room" in report:  # for names, and for what is to be sent: more is needed than here
-            self._keep_less(is_known=report["no_room"])
+            self._free_disk(is_known=report["no_room"])
         if "done" in report:
             self._untold -= Counter(report["losses"])
             held_back = report["losses"].get(LossKind.PODS_NOT_KNOWN.stored_name, 0)
@@ -715,7 +726,7 @@ class _Agent:
         use = measure(naming_pid, table_bytes, self._capture_processes)
         self._vitals.note_memory(use, limit)
         if self._memory.look(use, limit) and naming is not None:
-            naming.tell(less=True)
+            naming.tell(release_memory=True)
         self._pages.give_back()
 
     def _take_new_config(self) -> None:

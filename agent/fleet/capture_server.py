@@ -2,7 +2,7 @@
 """Takes requests for captures, one at a time, beside an agent that records.
 
 Whoever asks is looked at before anything that he sends: root, or the agent's own user. What a
-capture takes is done by a process of its own (`capture_worker`), which has the connection then:
+capture takes is done by a process of its own (`capture_job`), which has the connection then:
 neither a client nor a capture can keep the recording from anything.
 """
 
@@ -35,7 +35,7 @@ from aiflame.agent.fleet.config import AgentConfig
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.process_group import OWN_PROCESS_GROUP
 
-COMMAND: tuple[str, ...] = (sys.executable, "-m", "aiflame.agent.fleet.capture_worker")
+COMMAND: tuple[str, ...] = (sys.executable, "-m", "aiflame.agent.fleet.capture_job")
 
 # A client that has connected has its request ready, and takes a refusal at once.
 _REQUEST_S = 2.0

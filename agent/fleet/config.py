@@ -96,8 +96,8 @@ class AgentSettings:
     directory: Path = setting(
         Kind.PATH, "where what was recorded is kept", Path("/var/lib/aiflame/agent")
     )
-    # Longer ones spread over more samples what names of functions cost; see DESIGN of push formats:
-    # 60 s take a seventh of the bytes that 5 s do.
+    # Longer ones spread over more samples what names of functions cost: 60 s take a seventh of the
+    # bytes that 5 s do.
     stretch: float = setting(
         Kind.SECONDS, "length of what is sent at once", 60.0, least=5, most=600
     )

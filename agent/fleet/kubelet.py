@@ -207,7 +207,7 @@ class PodWatch:
     def _run(self) -> None:
         failed = 0
         while not self._is_stopped:
-            if self._has_fetched():
+            if self._fetch_once():
                 failed = 0
                 self._wait(self._asked_s, self._poll_s)
             else:
@@ -215,7 +215,8 @@ class PodWatch:
                 failed += 1
                 self._wait(wait_s, wait_s)
 
-    def _has_fetched(self) -> bool:
+    def _fetch_once(self) -> bool:
+        """Asks for pods; returns whether there was an answer."""
         try:
             self._list = self._fetch()
         except Exception as error:  # whatever it is: pods are asked for as long as the agent runs

@@ -71,9 +71,9 @@ _MAX_CONTAINERS_OF_USER = 256
 _MAX_SERVICES_OF_USER, _MAX_SERVICES = 64, 256
 # Cgroups of which it is kept what was decided; 500 pods have some 4,500, with paths of 300
 # characters. They take 12 MB at most.
-_MAX_GROUPS, _MAX_GROUP_CHARACTERS = 8192, 512
+_MAX_DECIDED, _MAX_DECIDED_CHARACTERS = 8192, 512
 # Of these, of one container or service, which may make as many as it likes.
-_MAX_GROUPS_OF_ONE = 64
+_MAX_DECIDED_OF_ONE = 64
 
 _KUBE_PATH = re.compile(r"[/-]kubepods(?=[./-]|\Z)")
 _SHORT_ID_CHARACTERS = 12
@@ -299,7 +299,7 @@ class Labeller:
             options, pods: As of the class.
         """
         self._options = options
-        self._node = plain(options.node)
+        self._node = bounded_text(options.node)
         self._pods = NoPods() if pods is None else pods
         self._is_kubelet_of_host = False
         self._groups: dict[str, _Group] = {}
@@ -366,11 +366,11 @@ class Labeller:
         counts: Counter[str] = Counter()
         for path in cgroups:
             group = before.get(path) or _group(path)
-            if group is None or len(self._groups) >= _MAX_GROUPS:
+            if group is None or len(self._groups) >= _MAX_DECIDED:
                 continue
             owner = owner_of(path)
             counts[owner] += 1
-            if counts[owner] <= _MAX_GROUPS_OF_ONE:
+            if counts[owner] <= _MAX_DECIDED_OF_ONE:
                 self._groups[path] = group
         self.expect(cgroups)
         return [self._decided(path, decide) for path in cgroups]
@@ -564,7 +564,7 @@ class Labeller:
             return self._of_container(container, path, process)
         units = identity_of(path).units
         if units:
-            own = plain(units[0].name)
+            own = bounded_text(units[0].name)
             service, unit = _lasting(own)
             return Subject(Labels(service=service, unit=unit, node=self._node), unit=own)
         return Subject(Labels(service=self._service_of(process), node=self._node))
@@ -585,7 +585,7 @@ class Labeller:
             name = UNKNOWN_CONTAINER if facts is None else facts.name
         else:
             name = _lasting(units[0])[0] if units else _of_executable(process)
-        service = f"{user}/{plain(name)}"[:MAX_TEXT]
+        service = f"{user}/{bounded_text(name)}"[:MAX_TEXT]
         most = _MAX_SERVICES_OF_USER
         labels = Labels(
             service=self._bounded(user, service, user, most),
@@ -606,9 +606,9 @@ class Labeller:
         known = self._known.get(container.id)
         facts = None if known is None else known.facts
         labels = Labels(
-            service=plain(container.name) or UNKNOWN_CONTAINER,
+            service=bounded_text(container.name) or UNKNOWN_CONTAINER,
             container_id=container.id,
-            container=plain(container.name),
+            container=bounded_text(container.name),
             engine=_engine(container),
             node=self._node,
         )
@@ -631,7 +631,7 @@ class Labeller:
         if is_sandbox or self._listed_s - known.first_s > _ASKED_FOR_S:
             return found
         # What has no better name is called after its container.
-        is_named = found.labels.service != plain(pod.name)
+        is_named = found.labels.service != bounded_text(pod.name)
         unknown = _TOLD_OF_CONTAINER if is_named else _TOLD_OF_CONTAINER | {"service"}
         return replace(found, unknown=unknown, is_awaited=True)
 
@@ -639,16 +639,16 @@ class Labeller:
         pod, tags = found.pod, dict(found.pod.labels)
         annotation = dict(pod.annotations).get(self._options.service_annotation, "")
         chosen = (annotation, *(tags.get(name, "") for name in _SERVICE_LABELS))
-        service = next(filter(None, map(plain, (*chosen, pod.workload, found.name))), "")
+        service = next(filter(None, map(bounded_text, (*chosen, pod.workload, found.name))), "")
         labels = replace(
             labels,
-            service=service or plain(pod.name) or labels.service,
-            container=plain(found.name),
-            namespace=plain(pod.namespace),
-            pod=plain(pod.name),
-            pod_uid=plain(pod.uid),
-            workload=plain(pod.workload),
-            workload_kind=plain(pod.workload_kind),
+            service=service or bounded_text(pod.name) or labels.service,
+            container=bounded_text(found.name),
+            namespace=bounded_text(pod.namespace),
+            pod=bounded_text(pod.name),
+            pod_uid=bounded_text(pod.uid),
+            workload=bounded_text(pod.workload),
+            workload_kind=bounded_text(pod.workload_kind),
             version=_version(tags, found.image, found.digest),
             extra=self._extra((*pod.labels, *pod.annotations)),
         )
@@ -656,8 +656,8 @@ class Labeller:
 
     def _of_engine(self, labels: Labels, facts: EngineFacts) -> Subject:
         tags = dict(facts.labels)
-        name = plain(facts.name)
-        service = plain(tags.get(_COMPOSE_SERVICE, "")) or name or labels.service
+        name = bounded_text(facts.name)
+        service = bounded_text(tags.get(_COMPOSE_SERVICE, "")) or name or labels.service
         version = _version(tags, facts.image, "")
         extra = self._extra(facts.labels)
         labels = replace(labels, service=service, container=name, version=version, extra=extra)
@@ -668,7 +668,7 @@ class Labeller:
         found: dict[str, str] = {}
         for name, value in tags:
             if name not in found and _may_be_extra(name) and self._is_wanted(name):
-                found[name] = plain(value)[:_MAX_EXTRA_TEXT]
+                found[name] = bounded_text(value)[:_MAX_EXTRA_TEXT]
         return tuple(sorted(found.items())[:_MAX_EXTRA])
 
     def _is_wanted(self, name: str) -> bool:
@@ -698,7 +698,7 @@ def _pause_s(known: _Known) -> float:
     return _ASK_AGAIN_S if known.facts is None else _LABELS_AGAIN_S
 
 
-def plain(text: str) -> str:
+def bounded_text(text: str) -> str:
     """Returns a text that any back-end can take: printable, and not too long."""
     text = text[:MAX_TEXT].strip()
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
@@ -711,7 +711,7 @@ def _in_group(cgroup: str) -> Process:
 
 def _group(path: str) -> _Group | None:
     """Returns what is kept of a cgroup; None where more than its path tells whose it is."""
-    if len(path) > _MAX_GROUP_CHARACTERS or ABOVE.match(path) or USER_SLICE.match(path):
+    if len(path) > _MAX_DECIDED_CHARACTERS or ABOVE.match(path) or USER_SLICE.match(path):
         return None
     identity = identity_of(path)
     if not identity.containers:
@@ -783,12 +783,12 @@ def _of_executable(process: Process) -> str:
     path = process.executable.removesuffix(_DELETED)
     # What runs from no file, as runc does, is called by a random name.
     name = "" if path.startswith(_IN_MEMORY) else PurePath(path).name
-    return plain(name or process.name) or _UNKNOWN
+    return bounded_text(name or process.name) or _UNKNOWN
 
 
 def _version(tags: dict[str, str], image: str, digest: str) -> str:
     """Returns the version of a service: what its label says, else its image's tag, or digest."""
-    labelled = plain(tags.get(_VERSION_LABEL, ""))
+    labelled = bounded_text(tags.get(_VERSION_LABEL, ""))
     if labelled:
         return labelled
     name, _, image_digest = image.partition("@")
@@ -796,9 +796,9 @@ def _version(tags: dict[str, str], image: str, digest: str) -> str:
     if image.startswith("sha256:"):  # an image without a name
         tag, image_digest = "", image
     if tag:
-        return plain(tag)
+        return bounded_text(tag)
     digest = (image_digest or digest).rpartition("sha256:")[2]
-    return plain(digest[:_SHORT_ID_CHARACTERS])
+    return bounded_text(digest[:_SHORT_ID_CHARACTERS])
 
 
 def _may_be_extra(name: str) -> bool:

@@ -24,7 +24,7 @@ from aiflame.agent.inspector.fork_server import ForkServer, Program
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.sinks.naming_channel import NamingChannel
 
-_MODULE = "aiflame.agent.fleet.worker"
+_MODULE = "aiflame.agent.fleet.naming_worker"
 # What is run; tests run one that has a sink of their own.
 PROGRAM = Program("naming", f"{_MODULE}:run", (_MODULE,))
 # Its descriptors: messages, nothing, what it says of errors, and where it asks for forks.
@@ -119,7 +119,7 @@ class NamingProcess(NamingChannel):
             # It is cut where it is too long: a report less, and the recording goes on.
             with suppress(ValueError, RecursionError):
                 report = json.loads(data)
-                if not self._is_asked(report):
+                if not self._take_file_request(report):
                     yield report
 
     def ended(self) -> str:

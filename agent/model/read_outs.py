@@ -19,8 +19,8 @@ NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Stretches:
-    """Stretches by process, and by time within each; they do not overlap. All of shape (n,).
+class ReadOutSpans:
+    """Spans by process, and by time within each; they do not overlap. All of shape (n,).
 
     Attributes:
         process: Whose samples were read out.
@@ -33,7 +33,7 @@ class Stretches:
     end_ns: I64
 
     @classmethod
-    def of(cls, process: I64, begin_ns: I64, end_ns: I64) -> Stretches:
+    def of(cls, process: I64, begin_ns: I64, end_ns: I64) -> ReadOutSpans:
         """Puts read-outs together, which may come in any order, and more than once."""
         found: list[tuple[int, int, int]] = []
         order = np.lexsort((end_ns, begin_ns, process))

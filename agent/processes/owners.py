@@ -55,7 +55,7 @@ def owner_of(cgroup: str) -> str:
     Args:
         cgroup: The path of one.
     """
-    return _short_owner_of(cgroup) if len(cgroup) <= _MAX_CACHED_CHARACTERS else _owner_of(cgroup)
+    return _cached_owner_of(cgroup) if len(cgroup) <= _MAX_CACHED_CHARACTERS else _owner_of(cgroup)
 
 
 def _owner_of(cgroup: str) -> str:
@@ -70,7 +70,7 @@ def _owner_of(cgroup: str) -> str:
     return paths[0] if paths else path
 
 
-_short_owner_of = functools.lru_cache(_CACHED_PATHS)(_owner_of)
+_cached_owner_of = functools.lru_cache(_CACHED_PATHS)(_owner_of)
 
 
 def past_fair_share(owners: I64, most: int) -> npt.NDArray[np.bool_]:

@@ -34,11 +34,11 @@ _PAUSE_NS = abi.LONG_WAIT_NS // 2
 _MOST_WALKED = 250
 # Stacks that several waits share.
 _MOST_SHARED = 1 << 14
-# A sweep looks at each thread of a host, and walks some. Where less is to be done, a time in so
-# many, times the thrift, is for each of the two: with the most of it an eighth of a per cent of a
-# CPU. Looks between the ends of windows are as far apart as that takes: half a second beside eight
-# containers, half a minute on a host of 10,000 threads. Walks are made of what has been saved up.
-_TIMES_APART = 50
+# A sweep looks at each thread of a host, and walks some. With thrift, each of the two takes at most
+# one part in (this ratio * thrift) of a CPU: an eighth of a per cent with the most of it. Looks
+# between the ends of windows are as far apart as that takes: half a second beside eight containers,
+# half a minute on a host of 10,000 threads. Walks are made of what has been saved up.
+_MIN_COST_RATIO = 50
 # What is saved up for walks is forgotten: no more of it than for so long.
 _MOST_SAVED_NS = 10 * abi.LONG_WAIT_NS
 # Of a walk, before one was made.
@@ -116,19 +116,19 @@ class LongWaits:
         looked_ns = time.thread_time_ns()
         if self.thrift > 1:
             took_ns = looked_ns - begun_ns
-            self.due_ns = max(self.due_ns, now_ns + _TIMES_APART * self.thrift * took_ns)
+            self.due_ns = max(self.due_ns, now_ns + _MIN_COST_RATIO * self.thrift * took_ns)
         if looked is None:
             return
         found, most = looked, _MOST_WALKED // self.thrift
         is_end = least_ns <= abi.OPEN_WAIT_NS
         if not is_end:
             most = min(most, self._affordable(now_ns))
-        waiting = _names(found) if self._tries else set()
-        self._tries = {name: n for name, n in self._tries.items() if name in waiting}
+        waiting = _wait_keys(found) if self._tries else set()
+        self._tries = {key: n for key, n in self._tries.items() if key in waiting}
         if not most or not len(found):
             return
         found = found[self._order(found, now_ns, is_end=is_end)][:most]
-        self._sweep(found, now_ns)
+        self._walk_and_keep(found, now_ns)
         took_ns = time.thread_time_ns() - looked_ns
         self._walk_ns += _LATEST_SHARE * (took_ns / len(found) - self._walk_ns)
         self._saved_ns = max(self._saved_ns - took_ns, -self._most_saved_ns)
@@ -150,14 +150,14 @@ class LongWaits:
             self._saved_ns, self._saved_at_ns = 0.0, now_ns
             return _MOST_WALKED
         most_ns = self._most_saved_ns
-        gained_ns = (now_ns - self._saved_at_ns) / (_TIMES_APART * self.thrift)
+        gained_ns = (now_ns - self._saved_at_ns) / (_MIN_COST_RATIO * self.thrift)
         self._saved_ns, self._saved_at_ns = min(self._saved_ns + gained_ns, most_ns), now_ns
         # One in any case where no more can be saved up: however long a walk takes.
         return max(int(self._saved_ns / self._walk_ns), int(self._saved_ns >= most_ns))
 
     @property
     def _most_saved_ns(self) -> float:
-        return _MOST_SAVED_NS / (_TIMES_APART * self.thrift)
+        return _MOST_SAVED_NS / (_MIN_COST_RATIO * self.thrift)
 
     def _order(self, found: Array, now_ns: int, *, is_end: bool) -> npt.NDArray[np.intp]:
         """Returns in which order to walk: the longest first, each second time the unknown first."""
@@ -172,11 +172,11 @@ class LongWaits:
         order: npt.NDArray[np.intp] = np.lexsort((found["switched_ns"], is_known))
         return order
 
-    def _sweep(self, found: Array, now_ns: int) -> None:
+    def _walk_and_keep(self, found: Array, now_ns: int) -> None:
         sleepers = self._walk_all(found)
         for record, sleeper in zip(found, sleepers, strict=True):
-            name = sleeper.tid, int(record["switched_ns"])
-            tries = self._tries[name] = self._tries.get(name, 0) + 1
+            key = sleeper.tid, int(record["switched_ns"])
+            tries = self._tries[key] = self._tries.get(key, 0) + 1
             is_possible = self._walks.are_possible
             if is_possible and sleeper.walked is None and tries < _MOST_TRIES:
                 continue
@@ -262,6 +262,6 @@ class LongWaits:
                 self._programs.swept_stacks.delete(tid.to_bytes(4, "little"))
 
 
-def _names(found: Array) -> set[tuple[int, int]]:
+def _wait_keys(found: Array) -> set[tuple[int, int]]:
     """Returns what tells waits apart: of which thread one is, and when it began."""
     return {*found[["tid", "switched_ns"]].tolist()}

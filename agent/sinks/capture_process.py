@@ -100,7 +100,7 @@ class CaptureProcess(NamingChannel):
         """Takes note of files that it has not got: before the end it says nothing else."""
         with contextlib.suppress(OSError):  # that was all
             while data := self._channel.recv(MAX_REPORT_BYTES, socket.MSG_DONTWAIT):
-                self._is_asked(json.loads(data))
+                self._take_file_request(json.loads(data))
 
     def finish(self, keep: tuple[int, int] | None = None) -> Report:
         """Waits until the capture is written.
@@ -132,7 +132,7 @@ class CaptureProcess(NamingChannel):
             while True:
                 self._wait_for(select.POLLIN)
                 data = self._channel.recv(MAX_REPORT_BYTES)
-                if not data or not self._is_asked(json.loads(data)):
+                if not data or not self._take_file_request(json.loads(data)):
                     return data
         return b""
 

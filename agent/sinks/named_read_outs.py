@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.read_outs import Stretches
+from aiflame.agent.model.read_outs import ReadOutSpans
 from aiflame.agent.model.window import NO_TIME, Rows
 
 I64 = npt.NDArray[np.int64]
@@ -23,7 +23,7 @@ class NamedReadOuts:
 
     def __init__(self) -> None:
         self._kept = np.zeros((3, 0), np.int64)  # process, begin, end
-        self._stretches = Stretches.of(*self._kept)
+        self._spans = ReadOutSpans.of(*self._kept)
 
     def put(self, process: I64, samples: Rows) -> None:
         """Takes samples whose launches are known.
@@ -38,8 +38,8 @@ class NamedReadOuts:
             told = np.unique(np.stack((process[is_known], *times)), axis=1)
             kept = np.concatenate((self._kept, told), axis=1)
             self._kept = kept[:, np.argsort(kept[2], kind="stable")][:, -_MOST_KEPT:]
-            self._stretches = Stretches.of(*self._kept)
+            self._spans = ReadOutSpans.of(*self._kept)
 
     def at(self, process: I64, times: Rows) -> I64:
         """Returns a number for the read-outs in a row that each kernel ran in, or NOWHERE."""
-        return self._stretches.at(process, times["begin_ns"], times["end_ns"])
+        return self._spans.at(process, times["begin_ns"], times["end_ns"])

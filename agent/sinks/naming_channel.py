@@ -59,7 +59,7 @@ class NamingChannel:
                 yield {"binary": index, "root": file.root}, known[0]
                 self._told[index] = known
 
-    def _is_asked(self, said: Mapping[str, Any]) -> bool:
+    def _take_file_request(self, said: Mapping[str, Any]) -> bool:
         """Whether what the process says is which files it has not got; they are told again."""
         for index in self._told.keys() & said.get("again", ()):
             self._told[index] = _TO_BE_TOLD

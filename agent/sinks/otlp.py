@@ -27,14 +27,6 @@ from aiflame.agent.errors import UsageError
 from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.reports.words import showable
 from aiflame.agent.sinks import pyroscope_limits
-from aiflame.agent.sinks.labels import (
-    DEFAULT_LABELS,
-    MAX_NAME_BYTES,
-    MAX_VALUE_BYTES,
-    SERVICE,
-    checked_labels,
-    series_labels,
-)
 from aiflame.agent.sinks.posting import NOT_LET_IN, Poster, PostSettings, check_files
 from aiflame.agent.sinks.pushed import (
     Series,
@@ -43,6 +35,14 @@ from aiflame.agent.sinks.pushed import (
     shown_text,
 )
 from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
+from aiflame.agent.sinks.series_labels import (
+    DEFAULT_LABELS,
+    MAX_NAME_BYTES,
+    MAX_VALUE_BYTES,
+    SERVICE,
+    checked_labels,
+    series_labels,
+)
 
 if TYPE_CHECKING:
     from aiflame.agent.sinks.otlp_message import Part

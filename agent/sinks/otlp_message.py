@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.sinks.labels import MAX_NAME_BYTES
 from aiflame.agent.sinks.otlp import Flavour
 from aiflame.agent.sinks.pushed import (
     MAX_WEIGHT,
@@ -21,6 +20,7 @@ from aiflame.agent.sinks.pushed import (
     shown_text,
 )
 from aiflame.agent.sinks.requests import Request
+from aiflame.agent.sinks.series_labels import MAX_NAME_BYTES
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.profiles.v1development import profiles_service_pb2 as service
 from opentelemetry.proto.profiles.v1development import profiles_pb2 as proto

@@ -23,12 +23,6 @@ from aiflame.agent.model.batch import Batch
 from aiflame.agent.reports.pprof_parts import ProfileField
 from aiflame.agent.reports.protowire import message_field, varint_field
 from aiflame.agent.sinks import pyroscope_limits
-from aiflame.agent.sinks.labels import (
-    DEFAULT_LABELS,
-    MAX_VALUE_BYTES,
-    checked_labels,
-    series_labels,
-)
 from aiflame.agent.sinks.posting import NOT_LET_IN, Poster, PostSettings, check_files
 from aiflame.agent.sinks.pprof_series import PprofTables
 from aiflame.agent.sinks.pushed import (
@@ -39,6 +33,12 @@ from aiflame.agent.sinks.pushed import (
     shown_text,
 )
 from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
+from aiflame.agent.sinks.series_labels import (
+    DEFAULT_LABELS,
+    MAX_VALUE_BYTES,
+    checked_labels,
+    series_labels,
+)
 
 _PATH = "/push.v1.PusherService/Push"
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import NONE, GpuProfile
-from aiflame.agent.model.read_outs import NOWHERE, Stretches
+from aiflame.agent.model.read_outs import NOWHERE, ReadOutSpans
 from aiflame.gpu.attribution.costs import most_by_chance
 from aiflame.gpu.attribution.launches import (
     UNNAMED,
@@ -135,7 +135,7 @@ def named_in_windows(gpu: GpuProfile) -> Named:
     process = np.array([one.process for one in gpu.kernels], np.int64)
     kernel = np.array([code.kernel for code in gpu.codes], np.int64)[samples["code"][row]]
     begin_ns, end_ns = (samples[when][row].astype(np.int64) for when in ("begin_ns", "end_ns"))
-    stretches = Stretches.of(process[kernel], begin_ns, end_ns)
+    stretches = ReadOutSpans.of(process[kernel], begin_ns, end_ns)
     window = _windows(stretches)
     stacks, _ = stacks_by_name(launches_that_ran(gpu), int(names.max(initial=UNNAMED)) + 1)
     is_shared = np.append(stacks > 1, False)[names]  # UNNAMED is the last one
@@ -167,7 +167,7 @@ def _cells(
     return Cells(name, stack.astype(np.int64), window, value.astype(np.int64))
 
 
-def _windows(stretches: Stretches) -> I64:
+def _windows(stretches: ReadOutSpans) -> I64:
     """Returns which window of its process each stretch is of, from 0."""
     found = np.zeros(len(stretches.process), np.int64)
     for at in range(1, len(found)):

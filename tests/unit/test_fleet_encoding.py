@@ -22,14 +22,14 @@ import pytest
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.fleet import fork
-from aiflame.agent.fleet import worker as worker_module
+from aiflame.agent.fleet import naming_worker as worker_module
 from aiflame.agent.fleet.delivery import Delivery, State
 from aiflame.agent.fleet.encoding import Encoder, NamedStretch, NotEncoded
 from aiflame.agent.fleet.fork import ForkEnded
 from aiflame.agent.fleet.labelling import Labelling
 from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.naming_worker import _Worker
 from aiflame.agent.fleet.stretch_naming import Lateness
-from aiflame.agent.fleet.worker import _Worker
 from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.profile import SPAN_DTYPE, Process
 from aiflame.agent.sinks.clickhouse import ClickHouseSink

@@ -20,8 +20,8 @@ from aiflame.agent.fleet.config import AgentConfig, load
 from aiflame.agent.fleet.host_checks import CgroupLayout
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.naming import NamingProcess
+from aiflame.agent.fleet.naming_worker import _Worker
 from aiflame.agent.fleet.stretch_naming import Lateness
-from aiflame.agent.fleet.worker import _Worker
 from aiflame.agent.recording.recorder import Progress
 from aiflame.agent.sinks.written import Naming
 from aiflame.agent.symbolize.files import GivenFiles

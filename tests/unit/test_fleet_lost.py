@@ -16,9 +16,9 @@ import pytest
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError, DiskFull
 from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.naming_worker import _Worker, in_parts
 from aiflame.agent.fleet.stretch_naming import Lateness, StretchNaming
 from aiflame.agent.fleet.stretches import mark_done
-from aiflame.agent.fleet.worker import _Worker, in_parts
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.captures import CaptureFiles
 from aiflame.agent.sinks.written import Naming

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from aiflame.agent.fleet import worker
+from aiflame.agent.fleet import naming_worker
 from aiflame.agent.fleet.log import Log
 
 _HOLDS = """
@@ -29,7 +29,7 @@ sys.stdin.read()
 def _other(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Another process, which has the lock until its input ends."""
     with subprocess.Popen(
-        [sys.executable, "-c", _HOLDS, str(directory / worker._LOCK)],
+        [sys.executable, "-c", _HOLDS, str(directory / naming_worker._LOCK)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:
@@ -57,7 +57,9 @@ def test_a_process_that_names_waits_for_the_end_of_an_earlier_one(
 ) -> None:
     channel, _ = pair
     with _other(tmp_path) as other:
-        waiting = threading.Thread(target=worker._wait_for_others, args=(tmp_path, channel, log))
+        waiting = threading.Thread(
+            target=naming_worker._wait_for_others, args=(tmp_path, channel, log)
+        )
         waiting.start()
         waiting.join(0.5)
         assert waiting.is_alive()
@@ -75,7 +77,7 @@ def test_it_ends_where_nobody_asks_any_more(
     with _other(tmp_path):
         asking.close()
         with pytest.raises(SystemExit):
-            worker._wait_for_others(tmp_path, channel, log)
+            naming_worker._wait_for_others(tmp_path, channel, log)
 
 
 def test_it_does_not_wait_for_ever(
@@ -84,14 +86,14 @@ def test_it_does_not_wait_for_ever(
     pair: tuple[socket.socket, socket.socket],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker, "_OTHERS_S", 0.3)
+    monkeypatch.setattr(naming_worker, "_OTHERS_S", 0.3)
     with _other(tmp_path):
-        worker._wait_for_others(tmp_path, pair[0], log)
+        naming_worker._wait_for_others(tmp_path, pair[0], log)
     assert "does not end" in (tmp_path / "log").read_text()
 
 
 def test_without_a_lock_what_waits_is_sent(
     tmp_path: Path, log: Log, pair: tuple[socket.socket, socket.socket]
 ) -> None:
-    worker._wait_for_others(tmp_path / "gone", pair[0], log)
+    naming_worker._wait_for_others(tmp_path / "gone", pair[0], log)
     assert "cannot be opened: No such file" in (tmp_path / "log").read_text()

@@ -22,9 +22,9 @@ from aiflame.agent.fleet.config import load
 from aiflame.agent.fleet.fork import ForkEnded
 from aiflame.agent.fleet.labelling import Labelling
 from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.naming_worker import _Worker
 from aiflame.agent.fleet.stretch_naming import Lateness
 from aiflame.agent.fleet.vitals import Vitals
-from aiflame.agent.fleet.worker import _Worker
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import SPAN_DTYPE, Process, Profile
 from aiflame.agent.sinks.written import Naming

@@ -113,7 +113,7 @@ def test_a_file_that_there_was_no_descriptor_for_is_there_later(
             for _ in range(3):
                 tell()
                 assert files.open(7, "", "").fd is None
-                assert channel._is_asked(_said(ours))
+                assert channel._take_file_request(_said(ours))
                 with pytest.raises(BlockingIOError):
                     _said(ours)
         # AND once there is room it gets it, and asks no more.
@@ -141,7 +141,7 @@ def test_a_file_that_is_gone_is_not_asked_for(tmp_path: Path) -> None:
             next(heard)
         # WHEN what was asked for is not there any more
         table.binaries.files.clear()
-        assert channel._is_asked(_said(ours))
+        assert channel._take_file_request(_said(ours))
         for _ in range(2):
             assert channel._tell_files() and channel._send({"windows": 1})
             next(heard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from aiflame.agent.model.read_outs import NOWHERE, Stretches
+from aiflame.agent.model.read_outs import NOWHERE, ReadOutSpans
 from aiflame.agent.model.window import NO_TIME, Timing, rows_of
 from aiflame.agent.sinks import named_read_outs
 from aiflame.agent.sinks.named_read_outs import NamedReadOuts
@@ -18,7 +18,7 @@ def _columns(*rows: tuple[int, int, int]) -> np.ndarray:
 def test_read_outs_that_follow_each_other_are_a_stretch() -> None:
     # GIVEN read-outs of two processes in any order, some of them twice
     rows = [(1, 20, 30), (0, 10, 20), (1, 50, 60), (0, 10, 20), (0, 20, 25), (1, 10, 20)]
-    found = Stretches.of(*_columns(*rows))
+    found = ReadOutSpans.of(*_columns(*rows))
     assert [*zip(found.process, found.begin_ns, found.end_ns, strict=True)] == [
         (0, 10, 25),
         (1, 10, 30),
@@ -30,7 +30,7 @@ def test_read_outs_that_follow_each_other_are_a_stretch() -> None:
 
 
 def test_where_there_are_none_nothing_is_in_any() -> None:
-    found = Stretches.of(*_columns())
+    found = ReadOutSpans.of(*_columns())
     assert found.at(*_columns((0, 1, 2))).tolist() == [NOWHERE]
     assert found.at(*_columns()).tolist() == []
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.fleet.worker import _kernel_symbols
+from aiflame.agent.fleet.naming_worker import _kernel_symbols
 from aiflame.agent.symbols.kallsyms import KernelSymbols, KernelSymbolsHidden
 
 SAMPLE = """\

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes one capture that an agent was asked for, and hands it to the client.
 
-Started by `capture_server` as `python -m aiflame.agent.fleet.capture_worker FD`, with what to do as
+Started by `capture_server` as `python -m aiflame.agent.fleet.capture_job FD`, with what to do as
 standard input, and the connection as FD. It ends with the agent, and when the client goes. It
 is not nice: somebody waits, and a recorder that was started nice does not hurry (priority.py).
 """

@@ -15,7 +15,7 @@ from aiflame.agent.capture import workspace
 from aiflame.agent.capture.workspace import Destination, Workspace, unfinished
 from aiflame.agent.commands import record
 from aiflame.agent.errors import AiflameError, DiskFull
-from aiflame.agent.fleet import capture_choice, capture_worker
+from aiflame.agent.fleet import capture_choice, capture_job
 from aiflame.agent.fleet.capture_request import CaptureRequest
 from aiflame.agent.fleet.config import AgentSettings
 from aiflame.agent.fleet.known_containers import keep
@@ -36,10 +36,10 @@ def _command(monkeypatch: pytest.MonkeyPatch, settings: AgentSettings) -> list[s
     def begin(command: list[str], **_: Any) -> None:
         raise _Began(command)
 
-    monkeypatch.setattr(capture_worker.subprocess, "Popen", begin)
+    monkeypatch.setattr(capture_job.subprocess, "Popen", begin)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, pytest.raises(_Began) as begun:
-        capture_worker._Job(_REQUEST, settings, settings.directory, ours).make()
+        capture_job._Job(_REQUEST, settings, settings.directory, ours).make()
     (command,) = begun.value.args
     return list(command)
 
@@ -72,17 +72,17 @@ def test_a_container_below_a_service_is_chosen_and_labelled_as_sinks_have_it(
     group = f"{service}/libpod-payload-{container_id}"
     (tmp_path / group.lstrip("/")).mkdir(parents=True)
     keep(tmp_path, {container_id: KnownContainer(EngineFacts("web"))})
-    monkeypatch.setattr(capture_worker, "cgroup2_mounts", lambda: [tmp_path])
+    monkeypatch.setattr(capture_job, "cgroup2_mounts", lambda: [tmp_path])
     monkeypatch.setattr(capture_choice, "cgroup2_mounts", lambda: [tmp_path])
     monkeypatch.setattr(
-        capture_worker, "is_roots", lambda mounts, cgroup: (mounts, cgroup) == ([tmp_path], service)
+        capture_job, "is_roots", lambda mounts, cgroup: (mounts, cgroup) == ([tmp_path], service)
     )
     one = replace(process(7, "nginx"), cgroup=f"{group}/container")
     others = replace(process(8, "podman"), cgroup=f"{service}/runtime")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         request = CaptureRequest(container="web", duration_ns=10**9)
-        job = capture_worker._Job(request, AgentSettings(directory=tmp_path), tmp_path, ours)
+        job = capture_job._Job(request, AgentSettings(directory=tmp_path), tmp_path, ours)
         # WHEN it is asked for by its name
         choice = job._choose([others, one])
     # THEN it is found, all of it and nothing else, and has the label that sinks have.
@@ -103,21 +103,21 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]
     """Makes a capture of which the recording is killed; returns where it was to go."""
     monkeypatch.setattr(workspace, "_candidates", lambda: [tmp_path / "lib"])
     # Both are for a process of its own.
-    monkeypatch.setattr(capture_worker.resource, "setrlimit", lambda *_: None)
-    monkeypatch.setattr(capture_worker.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(capture_job.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(capture_job.signal, "signal", lambda *_: None)
     database: list[Path] = []
 
-    def make(job: capture_worker._Job) -> str:
+    def make(job: capture_job._Job) -> str:
         database.append(job.database)
         _be_killed(job.database)
         raise AiflameError("exit status -9")
 
-    monkeypatch.setattr(capture_worker._Job, "make", make)
+    monkeypatch.setattr(capture_job._Job, "make", make)
 
     def made() -> Path:
         client, server = socket.socketpair()
         with client, server, pytest.raises(AiflameError, match="exit status -9"):
-            capture_worker._serve(server, AgentSettings(directory=tmp_path / "agent"), _REQUEST)
+            capture_job._serve(server, AgentSettings(directory=tmp_path / "agent"), _REQUEST)
         return database[-1]
 
     return made
@@ -151,6 +151,6 @@ def test_a_recording_without_room_is_not_said_to_be_kept() -> None:
         "[12:00] recording\naiflame: cannot write /a/capture.aiflame: no space left on device"
         f"{workspace.RECORDING_KEPT}\n\n  free some space; then: aiflame recover /a\n"
     )
-    error = capture_worker._failure(said, 1)
+    error = capture_job._failure(said, 1)
     assert isinstance(error, DiskFull)
     assert str(error) == "cannot write /a/capture.aiflame: no space left on device"

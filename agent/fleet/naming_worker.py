@@ -33,7 +33,7 @@ from aiflame.agent.fleet.delivery import Counts, Delivery
 from aiflame.agent.fleet.encoding import Encoder, NamedStretch, NotEncoded, Summary
 from aiflame.agent.fleet.fork import ForkEnded
 from aiflame.agent.fleet.labelling import Labelling, LeftOut
-from aiflame.agent.fleet.labels import plain
+from aiflame.agent.fleet.labels import bounded_text
 from aiflame.agent.fleet.log import Log, words_of
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.spool import LEFT, Spool
@@ -112,7 +112,7 @@ class _Worker:
         self._closing: dict[Path, Delivery] = {}  # by directory: those with a request on its way
         self._failed: set[str] = set()  # names of sinks that could not be made the last time
         self._counts: defaultdict[str, Counts] = defaultdict(Counts)  # by sink, for good
-        self._left: deque[Path] = deque()  # stretches for whose captures there was no room
+        self._without_room: deque[Path] = deque()  # stretches for whose captures there was no room
         self._sinks: dict[str, Any] = {}
         self._stretch: StretchNaming | None = None
         self._until_s: float | None = None
@@ -144,7 +144,7 @@ class _Worker:
         elif "lost" in message:
             for name, count in message["lost"].items():
                 self._lost[KINDS_BY_NAME[name]] += int(count)
-        elif "less" in message:
+        elif "release_memory" in message:
             gc.collect()
             give_back_freed_memory()
         elif "until_s" in message:
@@ -168,7 +168,7 @@ class _Worker:
                 delivery.close(_ANSWER_S)
                 self._closing[delivery.folder] = delivery
         self._make_sinks(config)
-        self._drop_left()
+        self._drop_unconfigured()
 
     def _make_sinks(self, config: AgentConfig) -> None:
         """Makes the sinks that are not there: they are new, or something was away the last time."""
@@ -209,7 +209,7 @@ class _Worker:
         sinks = {} if self._config is None else self._config.sinks
         return [name for name in sinks if name not in self._sinks]
 
-    def _drop_left(self) -> None:
+    def _drop_unconfigured(self) -> None:
         """Drops what has waited for long for destinations that are configured no more."""
         config = self._config
         if config is None:
@@ -273,8 +273,8 @@ class _Worker:
             self._give_up(stretch.folder, error)
             return
         self._send(stretch.folder, stretch.database, stretch.cpu_ns, stretch.rss_bytes)
-        while self._left and is_done(stretch.folder):  # there is room again
-            left = self._left.popleft()
+        while self._without_room and is_done(stretch.folder):  # there is room again
+            left = self._without_room.popleft()
             if left.is_dir() and not is_done(left):
                 self._finish_left(left)
                 break
@@ -284,7 +284,7 @@ class _Worker:
             with suppress(OSError):
                 (folder / DATABASE).unlink(missing_ok=True)
             self._log.say(f"stretch {folder.name} waits for room: {words_of(error)}")
-            self._left.append(folder)
+            self._without_room.append(folder)
             forget_tries(folder)  # which are for what ends this process
             self._report({"no_room": is_disk_full(error)})
             return
@@ -330,7 +330,7 @@ class _Worker:
 
     def _take_untold(self) -> _Untold:
         """Returns what was lost of other stretches since the last call."""
-        self._drop_left()
+        self._drop_unconfigured()
         dropped, self._dropped = self._dropped, Counter()
         for name, counts in self._counts.items():
             for reason, samples in counts.take_dropped().items():
@@ -369,7 +369,7 @@ class _Worker:
             writer.commit()
         finally:
             writer.close()
-        node = "" if self._config is None else plain(self._config.agent.node_name)
+        node = "" if self._config is None else bounded_text(self._config.agent.node_name)
         return NamedStretch(database, labels, node)
 
     def _labels(self, processes: Sequence[Process]) -> Sequence[Labels | None]:
