@@ -16,6 +16,9 @@ _ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
 # The terminal is gone. It says nothing about the recording, and comes along with others: shells
 # pass it on to their jobs, systemd sends it together with SIGTERM (SendSIGHUP=).
 _HUNG_UP = signal.SIGHUP
+# timeout(1) of coreutils sends its signal to the command and then to the group that this is in, as
+# do others that end a group: that is one request, however busy the CPUs are.
+_SAME_REQUEST_S = 0.5
 
 
 class StopSignals:
@@ -29,21 +32,25 @@ class StopSignals:
         requested_s: Since when, by `time.monotonic`; None where it is not.
 
     Raises:
-        Aborted: From wherever the program is, at the second SIGINT, SIGTERM or SIGQUIT.
+        Aborted: From wherever the program is, at the second SIGINT, SIGTERM or SIGQUIT, if it is
+            another one than the first or comes later than half a second after it.
     """
 
     def __init__(self) -> None:
         self.requested = False
         self.requested_s: float | None = None
         self._is_copy_asked = False
-        self._asked = False
+        self._asked: tuple[int, float] | None = None  # by which signal, and when
         self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._previous: dict[signal.Signals, Any] = {}
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self._asked and number != _HUNG_UP:
-            raise Aborted("aborted")
-        self._asked = self._asked or number != _HUNG_UP
+        if number != _HUNG_UP:
+            now_s = time.monotonic()
+            if self._asked is None:
+                self._asked = number, now_s
+            elif number != self._asked[0] or now_s >= self._asked[1] + _SAME_REQUEST_S:
+                raise Aborted("aborted")
         if not self.requested:
             self.requested_s = time.monotonic()
             self.requested = True

@@ -46,6 +46,17 @@ def test_the_first_signal_ends_a_recording_in_order(
     assert len(ended.profile.samples)
 
 
+def test_a_signal_to_its_group_as_well_ends_it_in_order(
+    busy: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    # As timeout(1) ends a command.
+    with Recording(tmp_path, "-p", busy.pid) as recording:
+        recording.process.send_signal(signal.SIGTERM)
+        ended = recording.stop(signal.SIGTERM)
+    assert ended.returncode == 0, ended.stderr
+    assert _files(tmp_path) == {"run.aiflame", "run.html"}
+
+
 def test_a_second_signal_leaves_nothing(busy: subprocess.Popen[bytes], tmp_path: Path) -> None:
     with Recording(tmp_path, "-p", busy.pid) as recording:
         # Both arrive at once, however fast the recorder is.

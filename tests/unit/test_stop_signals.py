@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which signals end a recording in order, and which at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from aiflame.agent.errors import Aborted
+from aiflame.agent.recording.signals import StopSignals
+
+
+@pytest.fixture
+def signals() -> Iterator[StopSignals]:
+    with StopSignals() as found:
+        yield found
+
+
+def test_one_request_may_be_two_signals(signals: StopSignals) -> None:
+    # WHEN it is told to end as by timeout(1), which tells a command and then the command's group
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    # THEN it ends in order
+    assert signals.requested
+
+
+def test_a_later_signal_ends_it_at_once(
+    signals: StopSignals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.monotonic()
+    os.kill(os.getpid(), signal.SIGINT)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 1)
+    with pytest.raises(Aborted):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_another_signal_ends_it_at_once(signals: StopSignals) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(Aborted):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_terminal_that_goes_is_no_request_to_end_at_once(signals: StopSignals) -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGHUP):
+        os.kill(os.getpid(), number)
+    assert signals.requested
