@@ -56,6 +56,8 @@ INSERT_SETTINGS = {
     "deduplicate_blocks_in_dependent_materialized_views": "1",
     # One block for each insert: a token is of a block.
     "max_insert_block_size": "1048576",
+    # An agent may be newer than the tables.
+    "input_format_skip_unknown_fields": "1",
 }
 
 # As long as a server may take to find an answer, and as long again for its way here.

@@ -165,21 +165,25 @@ def busy_by(engine: Engine, selector: Selector, label: str, limit: int) -> Table
     where, values = _of_devices(selector)
     first_s, last_s = held_range(engine)
     whole_ns = (min(selector.end_s, last_s) - max(selector.begin_s, first_s)) * NS_PER_S
+    # Devices have the same numbers within a stretch of time alone.
     rows = engine.query(
-        f"SELECT {owner_column(label)} AS who, uniqExact(cluster, node) AS hosts,"
-        " sum(busy_ns) AS busy,"
-        " uniqExactIf((cluster, node, family, model), busy_ns > 0) AS devices,"
-        " sum(launches) AS launched, sum(samples) AS n, sum(stalled) AS st,"
-        " count() OVER () AS all"
-        f" FROM gpu WHERE {where} GROUP BY who ORDER BY busy DESC, n DESC, who"
-        " LIMIT {limit:UInt64}",
+        "SELECT who, count() AS hosts, sum(ns) AS busy, sum(ran) AS devices,"
+        " sum(calls) AS launched, sum(taken) AS n, sum(st) AS stall, count() OVER () AS all FROM"
+        " (SELECT who, cluster, node, max(ran) AS ran, sum(ns) AS ns, sum(calls) AS calls,"
+        " sum(taken) AS taken, sum(st) AS st FROM"
+        f" (SELECT {owner_column(label)} AS who, cluster, node, t,"
+        " uniqExactIf((family, model, device), busy_ns > 0) AS ran, sum(busy_ns) AS ns,"
+        " sum(launches) AS calls, sum(samples) AS taken, sum(stalled) AS st"
+        f" FROM gpu WHERE {where} GROUP BY who, cluster, node, t) AS at_once"
+        " GROUP BY who, cluster, node) AS of_hosts"
+        " GROUP BY who ORDER BY busy DESC, n DESC, who LIMIT {limit:UInt64}",
         {**values, "limit": limit},
     ).rows
     return Table(
         f"GPU time by {label}",
         f"{selector.words}; busy: of that time, as far as the store has it, times devices; devices:"
-        " that it ran kernels on, where all of one model in a host are one; kernels that ran at"
-        " once count for each; stalled: of its samples",
+        " the most that it ran kernels on at once, of each host; kernels that ran at once on one"
+        " device count for each; stalled: of its samples",
         (">busy", ">devices", ">GPU ms", ">launches", ">samples", ">stalled", ">hosts", label),
         tuple(
             (

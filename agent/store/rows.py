@@ -357,6 +357,8 @@ _GPU_KEY = np.dtype(
     ]
 )
 _NOTHING = -1
+# As large as the column; captures of others may have as many devices as they like.
+_MOST_DEVICE = (1 << 16) - 1
 
 
 def _add_gpu(
@@ -404,11 +406,12 @@ def _process(profile: Profile, process: int, service: str) -> Row:
 def _device(gpu: GpuProfile, device: int, api: str) -> Row:
     if device == _NOTHING:
         # A launch does not say on which device it was.
-        return {"family": bounded(api, _MAX_LABEL_CHARACTERS), "model": ""}
+        return {"family": bounded(api, _MAX_LABEL_CHARACTERS), "model": "", "device": 0}
     found = gpu.devices[device]
     return {
         "family": bounded(found.family, _MAX_LABEL_CHARACTERS),
         "model": bounded(found.name, _MAX_LABEL_CHARACTERS),
+        "device": min(device, _MOST_DEVICE),
     }
 
 

@@ -117,8 +117,13 @@ def _second(keep_days: int) -> tuple[str, ...]:
     )
 
 
+def _third(keep_days: int) -> tuple[str, ...]:
+    # Which device of those in one host, counted anew for each stretch of time.
+    return ("ALTER TABLE gpu ADD COLUMN IF NOT EXISTS device UInt16 DEFAULT 0",)
+
+
 # By the version that they lead to.
-_MIGRATIONS = (_first, _second)
+_MIGRATIONS = (_first, _second, _third)
 VERSION = len(_MIGRATIONS)
 
 

@@ -805,24 +805,33 @@ def test_tables_of_devices(store: DirectoryEngine) -> None:
     assert stalled["[unknown launch]"] == stalled["[no Python]"] == 100
 
 
-def _ran(store: DirectoryEngine, minutes: range, busy_s: int, *, pod: str, **labels: str) -> None:
-    """Adds minutes in which kernels of a pod ran for so long."""
+def _ran(
+    store: DirectoryEngine,
+    minutes: range,
+    busy_s: int,
+    device: int = 0,
+    *,
+    pod: str,
+    **labels: str,
+) -> None:
+    """Adds minutes in which kernels of a pod ran on a device for so long."""
     row = {"span_s": 60, "family": "nvidia", "model": "H200", "kernel": "k", "pod": pod, **labels}
+    row["device"] = device
     rows = [
         {"t": _BEGIN_S + 60 * minute, "busy_ns": busy_s * NS_PER_S, **row} for minute in minutes
     ]
-    store.insert("gpu", json_lines(rows), "-".join((pod, *labels.values())))
+    store.insert("gpu", json_lines(rows), "-".join((pod, str(device), *labels.values())))
 
 
 def test_how_busy_a_pod_kept_devices_is_of_the_time_that_is_asked_for(
     store: DirectoryEngine,
 ) -> None:
     # GIVEN an hour of a pod that used a device in its first minute alone, one that used one for
-    # half of all of it, and one that had two devices for all of it
+    # half of all of it, and one that had two devices of one model for all of it
     _ran(store, range(1), 57, pod="short", node="n1")
     _ran(store, range(60), 30, pod="half", node="n1")
-    for model in ("H200", "H100"):
-        _ran(store, range(60), 60, pod="whole", node="n2", model=model)
+    for device in (3, 4):
+        _ran(store, range(60), 60, device, pod="whole", node="n2")
     # THEN they are told by the hour, and of the minute by that
     for end_s, shares in (
         (_BEGIN_S + 100_000, [("whole", "100.0 %", "2"), ("half", "50.0 %", "1"),
@@ -832,6 +841,18 @@ def test_how_busy_a_pod_kept_devices_is_of_the_time_that_is_asked_for(
     ):  # fmt: skip
         busy = questions.busy_by(store, replace(_ALL, end_s=end_s), "pod", 9)
         assert [(row[-1], *row[:2]) for row in busy.rows] == shares
+
+
+def test_devices_of_one_model_in_a_host_are_told_apart(store: DirectoryEngine) -> None:
+    # GIVEN kernels on two devices of one model, in a stretch of time in which a third is idle
+    profile = small_timed_profile()
+    times = profile.gpu.times.copy()
+    times["device"] = 1 + np.arange(len(times)) % 2
+    gpu = replace(profile.gpu, devices=profile.gpu.devices * 3, times=times)
+    _add(store, replace(profile, gpu=gpu), pod="a", node="n1")
+    # THEN these are two
+    (row,) = questions.busy_by(store, _ALL, "pod", 9).rows
+    assert row[1] == "2"
 
 
 def test_pods_of_one_name_are_one_in_their_namespace_alone(store: DirectoryEngine) -> None:
