@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from aiflame.agent.reports.change import (
@@ -109,19 +109,27 @@ def compare(
         sampling="a higher sampling rate",
     )
     rows = sides.functions(is_self, least_share, totals)
-    own = sides.groups_of([int(row[5]) for row in rows], is_self, by_host)
-    considered = int(rows[0][4]) if rows else 0
+    own = sides.groups_of([row.key for row in rows], is_self, by_host)
+    considered = rows[0].considered if rows else 0
     lost = (totals[0].lost, totals[1].lost)
     hosts = (totals[0].hosts, totals[1].hosts)
     is_on_cpu = base.classes == new.classes == ("on_cpu",)
     of_hosts = hosts if by_host and is_on_cpu else (0, 0)
     found = []
-    for name, kind, *_ in rows:
-        values = own.get((str(name), str(kind)), np.zeros((2, _GROUPS)))
+    for row in rows:
+        values = own.get((row.name, row.kind), np.zeros((2, _GROUPS)))
         before, after = (Side(values[i], whole[i], samples[i], of_hosts[i]) for i in range(2))
         changed = change(before, after, considered)
-        found.append(Compared(str(name), with_lost(changed, lost)))
+        found.append(Compared(row.name, with_lost(changed, lost)))
     return Comparison(by_difference(found), samples, hosts, considered, lost, by_host)
+
+
+class ComparedStack(NamedTuple):
+    """A stack of two parts of a store: its time and samples in base and in new."""
+
+    stack_id: int
+    ns: tuple[int, int]
+    samples: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +137,14 @@ class SidesOfStacks:
     """Stacks of two parts of a store.
 
     Attributes:
-        rows: Each (stack id, ns of base, ns of new, samples of base, samples of new).
+        stacks: Those with the largest shares.
         left_out: How many lighter stacks are not there.
         left_out_ns: Their time, of base and of new.
         left_out_samples: Their samples.
         lost: As in `Comparison`.
     """
 
-    rows: list[tuple[int, ...]]
+    stacks: list[ComparedStack]
     left_out: int
     left_out_ns: tuple[int, int]
     left_out_samples: tuple[int, int]
@@ -147,13 +155,14 @@ def sides_of_stacks(engine: Engine, base: Selector, new: Selector, most: int) ->
     """Returns the stacks of two parts of a store, those with the largest shares of both."""
     sides = _Sides(engine, base, new)
     totals = sides.totals()
-    found = sides.stacks(totals, most)
-    base_ns, new_ns = (totals[side].value - sum(row[1 + side] for row in found) for side in (0, 1))
-    base_n, new_n = (totals[side].events - sum(row[3 + side] for row in found) for side in (0, 1))
-    left_out = found[0][5] - len(found) if found else 0
+    found, count = sides.stacks(totals, most)
+    base_ns, new_ns = (totals[side].value - sum(one.ns[side] for one in found) for side in (0, 1))
+    base_n, new_n = (
+        totals[side].events - sum(one.samples[side] for one in found) for side in (0, 1)
+    )
     return SidesOfStacks(
-        rows=[row[:5] for row in found],
-        left_out=left_out,
+        stacks=found,
+        left_out=count - len(found),
         left_out_ns=(base_ns, new_ns),
         left_out_samples=(base_n, new_n),
         lost=(totals[0].lost, totals[1].lost),
@@ -176,6 +185,20 @@ class _Total:
     def groups(self, by_host: bool) -> int:
         """Returns of how many variances are told."""
         return self.hosts if by_host else self.windows
+
+
+class _FunctionRow(NamedTuple):
+    """A function that differs.
+
+    Attributes:
+        considered: How many could have.
+        key: Of name and kind.
+    """
+
+    name: str
+    kind: str
+    considered: int
+    key: int
 
 
 class _Sides:
@@ -222,14 +245,16 @@ class _Sides:
             found.append(groups)
         return found
 
-    def functions(self, is_self: bool, least_share: float, totals: list[_Total]) -> list[list[Any]]:
-        """Returns the functions with the largest differences, and how many could have had some."""
+    def functions(
+        self, is_self: bool, least_share: float, totals: list[_Total]
+    ) -> list[_FunctionRow]:
+        """Returns the functions with the largest differences."""
         union, values = self._union("stack_id", "stack_id")
-        return self._engine.query(
+        rows = self._engine.query(
             f"WITH s AS (SELECT stack_id, sumIf(v, side = 0) AS v0, sumIf(v, side = 1) AS v1"
             f" FROM ({union}) AS u GROUP BY stack_id)"
-            " SELECT fn.1 AS name, fn.2 AS kind, sum(v0) AS a, sum(v1) AS b,"
-            f" count() OVER () AS considered, {_KEY} AS key"
+            " SELECT fn.1 AS name, fn.2 AS kind, count() OVER () AS considered, "
+            f"{_KEY} AS key, sum(v0) AS a, sum(v1) AS b"
             f" FROM ({self._by_function('v0, v1', is_self)}) AS j GROUP BY fn"
             " HAVING greatest(a / {t0:Float64}, b / {t1:Float64}) > {least:Float64}"
             " ORDER BY abs(b / {t1:Float64} - a / {t0:Float64}) DESC, name LIMIT {most:UInt64}",
@@ -242,9 +267,13 @@ class _Sides:
                 "most": _MOST_FUNCTIONS,
             },
         ).rows
+        return [
+            _FunctionRow(str(name), str(kind), int(considered), int(key))
+            for name, kind, considered, key, *_ in rows
+        ]
 
-    def stacks(self, totals: list[_Total], most: int) -> list[tuple[int, ...]]:
-        """Returns the stacks with the largest shares; the last column is how many there are."""
+    def stacks(self, totals: list[_Total], most: int) -> tuple[list[ComparedStack], int]:
+        """Returns the stacks with the largest shares, and how many there are."""
         union, values = self._union("stack_id, sum(events) AS n", "stack_id")
         rows = self._engine.query(
             "SELECT stack_id, sumIf(v, side = 0) AS a, sumIf(v, side = 1) AS b,"
@@ -258,7 +287,11 @@ class _Sides:
                 "most": most,
             },
         ).rows
-        return [tuple(map(int, row)) for row in rows]
+        found, count = [], 0
+        for row in rows:
+            stack_id, base_ns, new_ns, base_n, new_n, count = map(int, row)
+            found.append(ComparedStack(stack_id, (base_ns, new_ns), (base_n, new_n)))
+        return found, count
 
     def groups_of(
         self, keys: list[int], is_self: bool, by_host: bool

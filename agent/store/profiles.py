@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +55,7 @@ from aiflame.agent.model.profile import (
 )
 from aiflame.agent.reports.change import lost_words
 from aiflame.agent.reports.words import duration
-from aiflame.agent.store.comparison import sides_of_stacks
+from aiflame.agent.store.comparison import ComparedStack, sides_of_stacks
 from aiflame.agent.store.detail import MOST_ROWS, Detail, KeptLabel, detail_of
 from aiflame.agent.store.engine import Engine, Parameter
 from aiflame.agent.store.rows import NO_STACK
@@ -97,6 +97,46 @@ class By(enum.Enum):
     PROCESS = "process"
 
 
+class _SampleRow(NamedTuple):
+    """Time of a process, a class and a stack.
+
+    Attributes:
+        process, number: What tells processes apart; see `_process_columns`.
+        klass: The class's name.
+        place: With detail: the bucket of time, and which value of each label.
+    """
+
+    process: str
+    number: int
+    klass: str
+    stack_id: int
+    ns: int
+    samples: int
+    place: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, int, str, int]:
+        """What it is of, whenever and wherever."""
+        return self[:4]
+
+
+class _DeviceRow(NamedTuple):
+    """What a kernel did on a device, for a reason; see `_SampleRow`."""
+
+    process: str
+    number: int
+    family: str
+    model: str
+    kernel: str
+    reason: str
+    period_ns: int
+    launch_stack_id: int
+    samples: int
+    ns: int
+    runs: int
+    place: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """A profile of a part of a store.
@@ -130,19 +170,19 @@ def profile_of(
     rows, left_out, left_out_ns = _samples(engine, selector, by, most_stacks)
     detail = detail_of(engine, selector, ", ".join(_process_columns(by))) if is_page else None
     if detail is not None and rows:
-        whole = {tuple(row[:4]) for row in rows}
-        whole_ns = left_out_ns + sum(int(row[4]) for row in rows)
+        whole = {row.key for row in rows}
+        whole_ns = left_out_ns + sum(row.ns for row in rows)
         rows = _detailed_samples(engine, selector, by, most_stacks if left_out else 0, detail)
-        left_out += len(whole - {tuple(row[:4]) for row in rows})
-        left_out_ns = whole_ns - sum(int(row[4]) for row in rows)
+        left_out += len(whole - {row.key for row in rows})
+        left_out_ns = whole_ns - sum(row.ns for row in rows)
     most_of_devices = most_stacks if detail is None else MOST_ROWS
-    device_rows = []
+    device_rows: list[_DeviceRow] = []
     if not selector.classes:  # what devices did is of none
         device_rows = _device_rows(engine, selector, by, most_of_devices, detail)
     if not rows and not device_rows:
         raise nothing_there(engine, selector)
     build = _Builder(detail)
-    wanted = {int(row[3]) for row in rows} | {int(row[7]) for row in device_rows}
+    wanted = {row.stack_id for row in rows} | {row.launch_stack_id for row in device_rows}
     build.add_stacks(_frames(engine, wanted - {NO_STACK}))
     profile = build.profile(rows, device_rows, selector)
     facts = profile.recording.facts
@@ -178,19 +218,19 @@ def difference_of(engine: Engine, base: Selector, new: Selector, most_stacks: in
     (klass,) = new.classes
     found = sides_of_stacks(engine, base, new, most_stacks)
     build = _NamesOnly(None)
-    build.add_stacks(_frames(engine, {stack for stack, *_ in found.rows} - {NO_STACK}))
+    build.add_stacks(_frames(engine, {stack.stack_id for stack in found.stacks} - {NO_STACK}))
     common = {
         label: values for label, values in new.labels.items() if base.labels.get(label) == values
     }
     name = ", ".join(" or ".join(values) for values in common.values()) or "[all]"
     # What is left out is no frame's, but is part of the whole: shares stay what they are.
     build.add_marker(_LIGHTER, LIGHTER_STACKS)
-    lighter = (_LIGHTER, *found.left_out_ns, *found.left_out_samples)
+    lighter = ComparedStack(_LIGHTER, found.left_out_ns, found.left_out_samples)
     rows = [
-        (name, 0, klass, row[0], row[1 + side], row[3 + side], 0, side)
-        for row in (*found.rows, lighter)
+        _SampleRow(name, 0, klass, one.stack_id, one.ns[side], one.samples[side], (0, side))
+        for one in (*found.stacks, lighter)
         for side in (0, 1)
-        if row[1 + side]
+        if one.ns[side]
     ]
     base_words, new_words = _own_words(base, new, common), _own_words(new, base, common)
     profile = build.profile(rows, [], new)
@@ -272,24 +312,42 @@ _HEAVIEST = " ORDER BY v DESC, n DESC, stack_id, process, number, class LIMIT {m
 
 def _samples(
     engine: Engine, selector: Selector, by: By, most: int
-) -> tuple[list[list[Any]], int, int]:
+) -> tuple[list[_SampleRow], int, int]:
+    """Returns the heaviest rows, how many others there are, and their time."""
     grouped, values = _grouped(selector, by)
-    rows = engine.query(
+    found = engine.query(
         f"SELECT process, number, class, stack_id, v, n FROM ({grouped}) AS g{_HEAVIEST}",
         {**values, "most": most},
-    ).rows
+    )
+    rows = [*map(_sample_row, found.rows)]
     if len(rows) < most:
         return rows, 0, 0
     ((count, whole),) = engine.query(
         f"SELECT count(), sum(v) FROM ({grouped}) AS g",
         values,
     ).rows
-    return rows, int(count) - len(rows), int(whole) - sum(int(row[4]) for row in rows)
+    return rows, int(count) - len(rows), int(whole) - sum(row.ns for row in rows)
+
+
+def _sample_row(columns: Sequence[Any]) -> _SampleRow:
+    process, number, klass, *numbers = columns
+    stack_id, ns, count, *place = map(int, numbers)
+    return _SampleRow(str(process), int(number), str(klass), stack_id, ns, count, tuple(place))
+
+
+def _device_row(columns: Sequence[Any]) -> _DeviceRow:
+    process, number, *rest = columns
+    family, model, kernel, reason = map(str, rest[:4])
+    period_ns, stack_id, count, ns, runs, *place = map(int, rest[4:])
+    return _DeviceRow(
+        *(str(process), int(number), family, model, kernel, reason),
+        *(period_ns, stack_id, count, ns, runs, tuple(place)),
+    )
 
 
 def _detailed_samples(
     engine: Engine, selector: Selector, by: By, most: int, detail: Detail
-) -> list[list[Any]]:
+) -> list[_SampleRow]:
     """Returns rows as `_samples`, with their bucket and values; of the `most` heaviest, 0: all."""
     where, values = selector.where()
     name, number = _process_columns(by)
@@ -300,25 +358,26 @@ def _detailed_samples(
         grouped, _ = _grouped(selector, by)
         heaviest = f"SELECT process, number, class, stack_id FROM ({grouped}) AS g{_HEAVIEST}"
         chosen = f" AND ({name}, {number}, class, stack_id) IN ({heaviest})"
-    return engine.query(
+    found = engine.query(
         f"SELECT {name} AS process, {number} AS number, class, stack_id, sum(value) AS v,"
         f" sum(events) AS n, {', '.join(columns)} FROM samples WHERE {where}{chosen}"
         f" GROUP BY process, number, class, stack_id, {', '.join(keys)}"
         f" ORDER BY v DESC, n DESC, stack_id, process, number, class, {', '.join(keys)}"
         " LIMIT {rows:UInt64}",
         {**values, **detail.parameters, "most": most, "rows": MOST_ROWS},
-    ).rows
+    )
+    return [*map(_sample_row, found.rows)]
 
 
 def _device_rows(
     engine: Engine, selector: Selector, by: By, most: int, detail: Detail | None
-) -> list[list[Any]]:
+) -> list[_DeviceRow]:
     where, values = Selector(selector.begin_s, selector.end_s, selector.labels).where()
     name, number = _process_columns(by)
-    found = detail.columns if detail is not None else ()
-    columns = "".join(f", {column} AS d{i}" for i, column in enumerate(found))
-    keys = "".join(f", d{i}" for i in range(len(found)))
-    return engine.query(
+    more = detail.columns if detail is not None else ()
+    columns = "".join(f", {column} AS d{i}" for i, column in enumerate(more))
+    keys = "".join(f", d{i}" for i in range(len(more)))
+    found = engine.query(
         f"SELECT {name} AS process, {number} AS number,"
         " family, model, kernel, reason, period_ns, launch_stack, sum(samples) AS n,"
         f" sum(busy_ns) AS ns, sum(runs) AS r{columns} FROM gpu WHERE {where}"
@@ -328,7 +387,8 @@ def _device_rows(
         f" launch_stack{keys}"
         " LIMIT {most:UInt64}",
         {**values, **(detail.parameters if detail is not None else {}), "most": most},
-    ).rows
+    )
+    return [*map(_device_row, found.rows)]
 
 
 # Of one question for frames. They are a parameter, which stands in the URL: with 23 bytes each it
@@ -413,7 +473,7 @@ class _Builder:
         key = (process, klass if self._detail is not None else 0, tuple(values))
         return self._threads.setdefault(key, len(self._threads))
 
-    def _gpu(self, rows: Sequence[Sequence[Any]]) -> GpuProfile:
+    def _gpu(self, rows: Sequence[_DeviceRow]) -> GpuProfile:
         devices: dict[tuple[str, str, int], int] = {}
         kernels: dict[tuple[int, int, str, str], int] = {}
         reasons: dict[StallReason, int] = {}
@@ -421,35 +481,31 @@ class _Builder:
         times: list[tuple[int, ...]] = []
         attributed, attributed_times = [], []
         for row in rows:
-            process, number = row[:2]
-            family, model, kernel, reason = map(str, row[2:6])
-            period_ns, stack_id, n, ns, runs, *where = row[6:]
             first_s, end_ns = 0, 0
             if self._detail is not None:
-                first_s = int(where[0]) * self._detail.bucket_s
+                first_s = row.place[0] * self._detail.bucket_s
                 end_ns = first_s * NS_PER_S
-            device = devices.setdefault((family, model, int(period_ns)), len(devices))
-            owner = self._process(str(process), int(number))
-            of = self._thread(owner, _OF_DEVICES, where[1:])
-            named = kernels.setdefault((owner, of, family, kernel), len(kernels))
-            stack = NONE if int(stack_id) == NO_STACK else self._stack(int(stack_id))
+            device = devices.setdefault((row.family, row.model, row.period_ns), len(devices))
+            owner = self._process(row.process, row.number)
+            of = self._thread(owner, _OF_DEVICES, row.place[1:])
+            named = kernels.setdefault((owner, of, row.family, row.kernel), len(kernels))
+            is_known = row.launch_stack_id != NO_STACK
+            stack = self._stack(row.launch_stack_id) if is_known else NONE
             # Who shared what is not kept.
             certainty = Certainty.UNATTRIBUTED if stack == NONE else Certainty.SHARED
-            if reason and n:
-                number_of = reasons.setdefault(StallReason(family, reason), len(reasons))
-                attributed.append((len(samples), stack, certainty, n))
+            if row.reason and row.samples:
+                reason = reasons.setdefault(StallReason(row.family, row.reason), len(reasons))
+                attributed.append((len(samples), stack, certainty, row.samples))
                 begin_end = (end_ns, end_ns)
-                samples.append((first_s, device, named, 0, number_of, NONE, *begin_end, n))
-            elif ns:
-                attributed_times.append((len(times), stack, certainty, ns))
-                times.append((device, named, 0, NONE, end_ns, end_ns, runs, ns, NONE))
+                samples.append((first_s, device, named, 0, reason, NONE, *begin_end, row.samples))
+            elif row.ns:
+                attributed_times.append((len(times), stack, certainty, row.ns))
+                times.append((device, named, 0, NONE, end_ns, end_ns, row.runs, row.ns, NONE))
         self._thread_of_kernel = np.array([of for _, of, *_ in kernels], np.int64)
         sampled = {sample[1] for sample in samples}
         return GpuProfile(
             devices=tuple(
-                Device(
-                    family, model, Tier.STALLS if i in sampled else Tier.TIMES, "", int(period_ns)
-                )
+                Device(family, model, Tier.STALLS if i in sampled else Tier.TIMES, "", period_ns)
                 for (family, model, period_ns), i in devices.items()
             ),
             kernels=tuple(Kernel(owner, family, name, "") for owner, _, family, name in kernels),
@@ -463,19 +519,19 @@ class _Builder:
         )
 
     def _samples(
-        self, rows: Sequence[Sequence[Any]]
+        self, rows: Sequence[_SampleRow]
     ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
         """Returns samples, and when they were."""
         numbers: dict[tuple[int, int, int], int] = {}
         spans = []
-        for process, number, name, stack_id, ns, count, *where in rows:
-            klass = _member(SampleClass, name)
-            owner = self._process(str(process), int(number))
-            thread = self._thread(owner, klass, where[1:])
-            sample = numbers.setdefault((self._stack(int(stack_id)), thread, klass), len(numbers))
+        for row in rows:
+            klass = _member(SampleClass, row.klass)
+            owner = self._process(row.process, row.number)
+            thread = self._thread(owner, klass, row.place[1:])
+            sample = numbers.setdefault((self._stack(row.stack_id), thread, klass), len(numbers))
             # All of a bucket is in its first second: the page knows no shorter time.
-            first_s = int(where[0]) * self._detail.bucket_s if self._detail is not None else 0
-            spans.append((sample, first_s, 1, int(count), int(ns)))
+            first_s = row.place[0] * self._detail.bucket_s if self._detail is not None else 0
+            spans.append((sample, first_s, 1, row.samples, row.ns))
         table = np.zeros(len(numbers), SAMPLE_DTYPE)
         if numbers:
             table["stack"], table["thread"], table["klass"] = np.array(list(numbers)).T
@@ -504,11 +560,11 @@ class _Builder:
 
     def profile(
         self,
-        rows: Sequence[Sequence[Any]],
-        device_rows: Sequence[Sequence[Any]],
+        rows: Sequence[_SampleRow],
+        device_rows: Sequence[_DeviceRow],
         selector: Selector,
     ) -> Profile:
-        """Returns the profile of rows; see `_samples` and `_device_rows` of the module."""
+        """Returns the profile of rows."""
         table, spans = self._samples(rows)
         gpu = self._gpu(device_rows)
         fleet = self._fleet(table, selector)

@@ -87,7 +87,7 @@ def top(engine: Engine, selector: Selector, limit: int, *, is_raw: bool = False)
             )
             for name, place, places, own, total, _ in rows
         ),
-        _more(rows, 5),
+        _more(rows),
     )
 
 
@@ -156,7 +156,7 @@ def kernels(engine: Engine, selector: Selector, limit: int) -> Table:
             )
             for kernel, devices, hosts, n, stalled, launched, busy, why, _ in rows
         ),
-        _more(rows, 8),
+        _more(rows),
     )
 
 
@@ -195,7 +195,7 @@ def busy_by(engine: Engine, selector: Selector, label: str, limit: int) -> Table
             )
             for who, hosts, busy, devices, launched, n, stalled, _ in rows
         ),
-        _more(rows, 7),
+        _more(rows),
     )
 
 
@@ -223,7 +223,7 @@ def stalls(engine: Engine, selector: Selector, limit: int) -> Table:
             )
             for model, kernel, reason, kind, n, ns, whole, _ in rows
         ),
-        _more(rows, 7),
+        _more(rows),
     )
 
 
@@ -279,7 +279,7 @@ def stalls_by_line(
             )
             for line, stalled, n, ns, whole, most, count, _ in rows
         ),
-        _more(rows, 7),
+        _more(rows),
     )
 
 
@@ -315,7 +315,7 @@ def agents(engine: Engine, selector: Selector, limit: int) -> Table:
             )
             for node, version, last, n, cpu, seconds, rss, gone, _ in rows
         ),
-        _more(rows, 8),
+        _more(rows),
     )
 
 
@@ -346,5 +346,6 @@ def _places(first: str, count: int) -> str:
     return f"{showable(first)}{more}" if first or more else ""
 
 
-def _more(rows: list[list[Any]], column: int) -> int:
-    return int(rows[0][column]) - len(rows) if rows else 0
+def _more(rows: list[list[Any]]) -> int:
+    """Returns how many rows there are besides: the last column is how many in all."""
+    return int(rows[0][-1]) - len(rows) if rows else 0
