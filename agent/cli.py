@@ -155,6 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = [*words[1:2], "--help"]
     verbose = 0
     if words[:1] == ["record"]:
+        # It asks for a copy of what is recorded; until something is, it is to end nothing.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         priority.hurry()  # on a busy machine the imports alone would take seconds
     try:
         _import_numpy()

@@ -23,6 +23,9 @@ _SIGNALLED = 128
 
 _GO = b"!"
 
+# A command begins with their defaults: Python ignores SIGPIPE and SIGXFSZ, and `record` SIGUSR1.
+_DEFAULT = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1)
+
 # For a command that is asked to end; one that takes longer goes on by itself.
 _PATIENCE_S = 2.0
 
@@ -154,7 +157,7 @@ def _read_all(fd: int) -> bytes:
 def _become(command: list[str], gate_fd: int, failure_fd: int) -> None:
     try:
         priority.as_started()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
+        for number in _DEFAULT:
             signal.signal(number, signal.SIG_DFL)
         go, *pairs = _read_all(gate_fd).split(b"\0")
         if go != _GO:

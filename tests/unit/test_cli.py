@@ -8,6 +8,7 @@ import errno
 import os
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -173,6 +174,24 @@ def test_ctrl_c(verb: Callable[..., None], capsys: pytest.CaptureFixture[str]) -
     verb(_raiser(KeyboardInterrupt()))
     assert cli.main(["stats"]) == 130
     assert capsys.readouterr() == ("", "aiflame: interrupted\n")
+
+
+def test_a_request_for_a_copy_does_not_end_a_recording_that_begins(
+    verb: Callable[..., None],
+) -> None:
+    ended = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: ended.append(True))
+
+    def asked() -> int:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return 0
+
+    try:
+        verb(asked)
+        assert cli.main(["record"]) == 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not ended
 
 
 def test_the_verbs_exit_code_is_the_programs(verb: Callable[..., None]) -> None:

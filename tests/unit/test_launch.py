@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,30 @@ def test_a_command_that_cannot_be_executed_says_why(tmp_path: Path) -> None:
         command.release()
     assert "No such file" in str(caught.value)
     assert not Path(f"/proc/{command.pid}").exists()
+
+
+def _ignored(status: str) -> set[int]:
+    """Returns the signals that a process ignores, by its /proc/PID/status (proc_pid_status(5))."""
+    (mask,) = re.findall(r"^SigIgn:\s*(\w+)$", status, re.MULTILINE)
+    return {number for number in signal.valid_signals() if int(mask, 16) >> (number - 1) & 1}
+
+
+def test_a_command_begins_with_the_signals_of_a_shell_s(tmp_path: Path) -> None:
+    # GIVEN what Python ignores, and what `record` does until it records
+    ignored = {signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+    try:
+        command = HeldCommand(["cp", "/proc/self/status", str(tmp_path / "status")])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    # WHEN it runs
+    command.release()
+    os.waitid(os.P_PID, command.pid, os.WEXITED | os.WNOWAIT)
+    command.end()
+    # THEN a file size limit ends it, for instance
+    found = _ignored((tmp_path / "status").read_text())
+    assert found.isdisjoint({*ignored, signal.SIGINT, signal.SIGTERM})
 
 
 def test_a_program_that_is_not_there_is_refused() -> None:
