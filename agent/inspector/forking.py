@@ -33,11 +33,10 @@ from typing import Any, NoReturn
 
 from aiflame.agent.allocator import PagesOfFiles, give_back_freed_memory
 from aiflame.agent.inspector.parser import Channel
+from aiflame.agent.process_group import leave_signals_to_recorder
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 _NAME = "fork_server"
-# Signals for whoever asks; the last two end a recording, or make a copy of it.
-_FOR_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 _MAX_REASON_CHARACTERS = 200
 # Descriptors of a fork are first moved out of the way of those that it is to have: a few.
@@ -286,9 +285,7 @@ def main() -> None:
 
 
 def _serve(connection: int, idle_s: float | None) -> None:
-    for number in _FOR_OTHERS:
-        # What it has forked is needed until whoever asks has ended.
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_recorder()  # what it has forked is needed until whoever asks has ended
     # The limit on being real-time at a stretch: on a slow processor imports take longer.
     signal.signal(signal.SIGXCPU, _become_ordinary)
     server = _Server(Channel(socket.socket(fileno=connection)))

@@ -26,6 +26,7 @@ from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.inspector.rootfs import reopen_regular
 from aiflame.agent.limits import OUT_OF_ROOM
 from aiflame.agent.model.window import Window
+from aiflame.agent.process_group import leave_signals_to_recorder
 from aiflame.agent.sinks.capture_report import Report
 from aiflame.agent.sinks.segments import FollowedWindows, JitSymbolSink, RecordedWindows, newest
 from aiflame.agent.sinks.written import Naming, WrittenCapture
@@ -42,6 +43,7 @@ _MOST_ASKED = 256
 
 def main(folder: Path, database: Path) -> None:
     """Serves one recording."""
+    leave_signals_to_recorder()
     channel = socket.socket(fileno=os.dup(0))
     files = GivenFiles()
     with (

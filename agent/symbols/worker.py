@@ -51,6 +51,7 @@ from aiflame.agent.inspector.parser import (
 from aiflame.agent.limits import limit_self, more_memory
 from aiflame.agent.losses import LossKind
 from aiflame.agent.memory_file import memory_file
+from aiflame.agent.process_group import leave_signals_to_recorder
 from aiflame.agent.symbols.debugfiles import Candidate
 from aiflame.agent.symbols.frames import Problem, RawFrame, Resolved, clean_name
 from aiflame.agent.symbols.known import KnownTables, file_key, is_settled, known_directory
@@ -708,9 +709,8 @@ class Worker:
 def _limit_self(memory_bytes: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     limit_self((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0))
-    # Ctrl-C is the recorder's to handle; the timer must end a parser wherever it hangs.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    leave_signals_to_recorder()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # it must end a parser wherever it hangs
 
 
 def serve(worker: Worker, source: BinaryIO, sink: BinaryIO) -> None:

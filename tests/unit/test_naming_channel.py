@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import select
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -20,9 +21,12 @@ import pytest
 from aiflame.agent.processes.binaries import BinaryFile
 from aiflame.agent.sinks import capture_process
 from aiflame.agent.sinks.capture_process import CaptureProcess
+from aiflame.agent.sinks.capture_report import Report
 from aiflame.agent.sinks.capture_worker import messages
 from aiflame.agent.sinks.naming_channel import NamingChannel
 from aiflame.agent.symbolize.files import GivenFiles
+from recordings import children_of
+from support import wait_until
 
 # Says that it lacks a file at the first window, and at the end; and then what it has heard.
 _LACKING = """
@@ -162,3 +166,15 @@ def test_a_capture_is_reported_after_what_was_missing(
         process.give(1)
         report = process.finish()
     assert report.problems == ("binary", "root", "windows", "binary", "root", "windows")
+
+
+def test_signals_to_all_processes_of_a_recorder_cost_no_capture(tmp_path: Path) -> None:
+    with closing(CaptureProcess(tmp_path, tmp_path / "capture.aiflame", _table())) as capture:
+        # GIVEN a process that writes the capture: it has started those who help it
+        worker = children_of(os.getpid())[-1]
+        wait_until(lambda: children_of(worker), 60)
+        # WHEN it gets what a service manager sends to all of a cgroup, as the recorder does
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            os.kill(worker, number)
+        # THEN it goes on until the recorder tells it to end
+        assert capture.finish() == Report()

@@ -96,6 +96,20 @@ def test_answers_in_order(tmp_path: Path) -> None:
     assert service.cpu_ns > 0 and service.peak_rss_bytes > 1 << 20
 
 
+def test_signals_to_all_processes_of_a_recorder_cost_no_names(tmp_path: Path) -> None:
+    # GIVEN a worker that is at work
+    with SymbolService(tmp_path / "cache") as service:
+        names(service, binary(tmp_path, "one"))
+        worker = service.pid
+        assert worker is not None
+        # WHEN it gets what a service manager sends to all of a cgroup
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            os.kill(worker, number)
+        # THEN it is for the recorder to end it
+        assert names(service, binary(tmp_path, "two")) == [[["two()"], []]]
+        assert (service.pid, service.problems) == (worker, [])
+
+
 def test_functions_without_a_name_are_told_by_where_they_begin(tmp_path: Path) -> None:
     program = tmp_path / "program"
     source = (
