@@ -12,6 +12,7 @@ import errno
 import importlib
 import os
 import resource
+import select
 import shlex
 import signal
 import sys
@@ -141,6 +142,13 @@ def _scarce_resource(error: Exception) -> AiflameError | None:
     )
 
 
+def _is_output_closed() -> bool:
+    """Whether standard output is a pipe or socket without a reader; others may break as well."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # POLLERR and POLLHUP are always told
+    return bool(poll.poll(0))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code.
 
@@ -176,11 +184,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _print_error(Aborted("interrupted"))
         return _EXIT_SIGINT
-    except BrokenPipeError:
-        # Nobody reads on. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _EXIT_SIGPIPE
     except Exception as error:  # a user never sees a traceback but with -vv
+        if isinstance(error, BrokenPipeError) and _is_output_closed():
+            # Nobody reads on. Python would complain once more when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _EXIT_SIGPIPE
         if verbose > 1:
             tell(sys.stderr, traceback.format_exc())
         if (scarce := _scarce_resource(error)) is not None:

@@ -58,7 +58,7 @@ EXAMPLES
 
 EXIT CODES
   0 done   1 failed   2 not possible as asked   3 not on this machine   4 no samples
-  130 a second Ctrl-C: what was not written yet is thrown away
+  130 a second Ctrl-C: what was not written yet is thrown away; or told to end before CMD began
   of -- CMD, if it ended before the recording was told to: CMD's, 128 + n if signal n killed it
 """
 

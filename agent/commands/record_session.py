@@ -175,6 +175,8 @@ class _Session:
                 give_back_freed_memory()  # programs and tables are in the kernel
             except Aborted:
                 raise Aborted("aborted: nothing was written") from None
+            if self._target.command is not None and self._signals.requested:
+                raise Aborted("told to end before the command began: nothing was written")
             try:
                 outcome, cost = self._record(recorder, sinks, families)
                 self._finish(recorder, sinks, outcome, cost)

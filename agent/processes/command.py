@@ -86,10 +86,14 @@ class HeldCommand:
             variables: Of its environment, besides the caller's, which come first.
 
         Raises:
-            AiflameError: The exec failed.
+            AiflameError: The exec failed, or something has ended it while it was held.
         """
         pairs = (f"{name}={value}".encode() for name, value in (variables or {}).items())
-        os.write(self._gate_fd, b"\0".join([_GO, *pairs]))
+        try:
+            os.write(self._gate_fd, b"\0".join([_GO, *pairs]))
+        except BrokenPipeError:
+            self.end()
+            raise AiflameError(f"the command never began: {self.end_words()}") from None
         os.close(self._gate_fd)
         self._gate_fd = -1
         # The other end closes at exec; before that it carries the reason why there was none.

@@ -69,6 +69,28 @@ def test_a_second_signal_leaves_nothing(busy: subprocess.Popen[bytes], tmp_path:
     assert _files(tmp_path) == set()
 
 
+def test_a_command_is_not_begun_by_a_recorder_that_was_told_to_end(tmp_path: Path) -> None:
+    # GIVEN a recorder that prepares, and heeds signals by now
+    command = [*AIFLAME, "record", "-o", "run.aiflame", "--", "touch", "it ran"]
+    recorder = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    while not _catches(recorder.pid, signal.SIGTERM):  # without pauses: it takes half a second
+        assert recorder.poll() is None
+    # WHEN it is told to end, and its command is not
+    recorder.send_signal(signal.SIGTERM)
+    _, said = recorder.communicate(timeout=60)
+    # THEN the command never runs, and it says so
+    assert recorder.returncode == 130, said
+    assert "told to end before the command began: nothing was written" in said
+    assert _files(tmp_path) == set()
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal (proc_pid_status(5))."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (mask,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
+    return bool(mask >> (number - 1) & 1)
+
+
 def test_the_end_of_the_target_ends_a_recording(
     busy: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:

@@ -176,6 +176,31 @@ def test_ctrl_c(verb: Callable[..., None], capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr() == ("", "aiflame: interrupted\n")
 
 
+def test_an_output_that_nobody_reads_ends_it_in_silence(
+    verb: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+
+        def prints() -> int:
+            print("hello", flush=True)
+            return 0
+
+        verb(prints)
+        assert cli.main(["stats"]) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_another_pipe_that_breaks_is_told_of(
+    verb: Callable[..., None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    verb(_raiser(BrokenPipeError(errno.EPIPE, "Broken pipe")))
+    assert cli.main(["stats"]) == 1
+    assert "Broken pipe" in capfd.readouterr().err
+
+
 def test_a_request_for_a_copy_does_not_end_a_recording_that_begins(
     verb: Callable[..., None],
 ) -> None:

@@ -31,6 +31,19 @@ def test_a_command_that_is_not_released_never_runs(tmp_path: Path) -> None:
     assert not Path(f"/proc/{command.pid}").exists()
 
 
+def test_a_command_that_was_ended_while_it_was_held_is_told_of(tmp_path: Path) -> None:
+    proof = tmp_path / "it ran"
+    command = HeldCommand(["touch", str(proof)])
+    # WHEN it gets a signal, as by a Ctrl-C at the terminal
+    os.kill(command.pid, signal.SIGTERM)
+    os.waitid(os.P_PID, command.pid, os.WEXITED | os.WNOWAIT)
+    # THEN that is no success, and no pipe that nobody reads
+    with pytest.raises(AiflameError, match=r"never began: touch was killed by signal 15"):
+        command.release()
+    assert not proof.exists()
+    assert not Path(f"/proc/{command.pid}").exists()
+
+
 def test_a_command_that_cannot_be_executed_says_why(tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text("#!/no/such/interpreter\n")
