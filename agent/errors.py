@@ -50,3 +50,7 @@ class Aborted(AiflameError):
     """A second Ctrl-C: stop at once, leave no file."""
 
     exit_code = 130
+
+
+class EndedAtOnce(AiflameError):
+    """A second signal that is no second Ctrl-C: stop at once, keep what was recorded."""

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from aiflame.agent.errors import Aborted, AiflameError, EnvironmentUnfit
+from aiflame.agent.errors import Aborted, AiflameError, EndedAtOnce, EnvironmentUnfit
 from aiflame.agent.limits import room_hint
 from aiflame.agent.outfile import FileIdentity, Owner, private_directory, write_output
 
@@ -157,7 +157,7 @@ class Workspace(AbstractContextManager["Workspace"]):
                     replaces=to.published,
                     owner=to.owner,
                 )
-        except Aborted:
+        except (Aborted, EndedAtOnce):
             raise
         except AiflameError as error:
             hint = f"{error.hint}; then: " if error.hint else ""

@@ -3,7 +3,8 @@
 
 What is recorded is on disk a second later, and stays readable whatever ends it (`record_sinks`).
 Whatever goes wrong, what was stored by then is published, and what cannot be published is kept for
-`aiflame recover`. Only a second Ctrl-C throws it away, and only before it is published.
+`aiflame recover`. Only a second Ctrl-C throws it away, and only before it is published. Any other
+second signal leaves it as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from typing import TYPE_CHECKING
 from aiflame.agent import __version__, priority
 from aiflame.agent.allocator import give_back_freed_memory
 from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
-from aiflame.agent.capture.workspace import Destination, Workspace, unfinished
+from aiflame.agent.capture.workspace import (
+    RECORDING_KEPT,
+    Destination,
+    Workspace,
+    unfinished,
+)
 from aiflame.agent.commands.record_accounts import put_accounts
 from aiflame.agent.commands.record_copy import Copies
 from aiflame.agent.commands.record_losses import loss_rows
@@ -32,7 +38,7 @@ from aiflame.agent.commands.record_output import OutputPlan
 from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.record_sinks import NamesLost, RecordSinks
 from aiflame.agent.devices.choice import AUTO, ChooseFamilies
-from aiflame.agent.errors import NO_SAMPLES_EXIT, Aborted, AiflameError, DiskFull
+from aiflame.agent.errors import NO_SAMPLES_EXIT, Aborted, AiflameError, DiskFull, EndedAtOnce
 from aiflame.agent.fleet.cost import Budget, CostController
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.probes import online_cpus
@@ -103,12 +109,22 @@ def record(
         Workspace.create(destination) as workspace,
     ):
         session = _Session(target, options, plan, workspace, printer, signals)
-        session.take(foundation, families, accounts)
-        profile = session.report()
-        session.summarise(profile)
+        try:
+            session.take(foundation, families, accounts)
+            profile = session.report()
+            session.summarise(profile)
+        except EndedAtOnce as error:
+            raise _with_what_is_kept(error, workspace) from None
     if session.command_exit_code is not None:
         return session.command_exit_code
     return 0 if len(profile.samples) else NO_SAMPLES_EXIT
+
+
+def _with_what_is_kept(error: EndedAtOnce, workspace: Workspace) -> EndedAtOnce:
+    if not workspace.is_kept:
+        return error
+    path = workspace.destination.path
+    return EndedAtOnce(f"{error}{RECORDING_KEPT}", f"aiflame recover {path}")
 
 
 def _mention_unfinished(say: Callable[[str], None]) -> None:
@@ -288,12 +304,14 @@ class _Session:
             error: What failed.
             sinks: Of which the capture may be incomplete.
         """
-        if self._workspace.is_kept and not isinstance(error, Aborted):
+        if self._workspace.is_kept and not isinstance(error, (Aborted, EndedAtOnce)):
             try:
                 if sinks is not None:
                     with contextlib.suppress(DiskFull, NamesLost):
                         sinks.complete()
                 self._publish()
+            except (Aborted, EndedAtOnce):
+                raise
             except AiflameError as another:
                 self._printer.say(f"{another}: {another.hint}")
             except Exception as another:  # the first error is what is raised, whatever this is

@@ -31,6 +31,7 @@ def record(
     Raises:
         EnvironmentUnfit: This machine cannot record.
         Aborted: A second Ctrl-C.
+        EndedAtOnce: Another second signal; what was recorded is kept.
         Exception: Anything else, after what was recorded has been written.
     """
     map_large_blocks()

@@ -9,7 +9,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from aiflame.agent.errors import Aborted
+from aiflame.agent.errors import Aborted, EndedAtOnce
 
 # What a user or a service manager sends, who may want it to end at once.
 _ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
@@ -32,8 +32,10 @@ class StopSignals:
         requested_s: Since when, by `time.monotonic`; None where it is not.
 
     Raises:
-        Aborted: From wherever the program is, at the second SIGINT, SIGTERM or SIGQUIT, if it is
-            another one than the first or comes later than half a second after it.
+        Aborted: From wherever the program is, at a second SIGINT that comes half a second and more
+            after the first: a user does not want what was recorded.
+        EndedAtOnce: So, at any other second one of SIGINT, SIGTERM and SIGQUIT: supervisors send
+            another one where the first takes too long.
     """
 
     def __init__(self) -> None:
@@ -50,7 +52,9 @@ class StopSignals:
             if self._asked is None:
                 self._asked = number, now_s
             elif number != self._asked[0] or now_s >= self._asked[1] + _SAME_REQUEST_S:
-                raise Aborted("aborted")
+                if number == self._asked[0] == signal.SIGINT:
+                    raise Aborted("aborted")
+                raise EndedAtOnce(f"ended at once by {signal.Signals(number).name}")
         if not self.requested:
             self.requested_s = time.monotonic()
             self.requested = True

@@ -9,7 +9,9 @@ import shutil
 import signal
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -57,16 +59,59 @@ def test_a_signal_to_its_group_as_well_ends_it_in_order(
     assert _files(tmp_path) == {"run.aiflame", "run.html"}
 
 
-def test_a_second_signal_leaves_nothing(busy: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    with Recording(tmp_path, "-p", busy.pid) as recording:
-        # Both arrive at once, however fast the recorder is.
-        for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM):
-            recording.process.send_signal(number)
-        ended = recording.stop(signal.SIGCONT)
+@contextmanager
+def _completing(folder: Path, pid: int) -> Iterator[Recording]:
+    """A recording that a Ctrl-C has ended, and that waits for its capture, whose writer stops."""
+    with Recording(folder, "-v", "-p", pid) as recording:
+        wait_until(recording.windows, 60)
+        (writer,) = _helpers(recording.pid, "capture_worker")
+        os.kill(writer, signal.SIGSTOP)
+        recording.process.send_signal(signal.SIGINT)
+        assert recording.process.stderr is not None
+        said = ""
+        while not said.startswith("Stopping"):
+            said = recording.process.stderr.readline()
+            assert said, "it has ended"
+        yield recording
+
+
+def test_a_second_ctrl_c_leaves_nothing(
+    busy: subprocess.Popen[bytes],
+    tmp_path: Path,
+    run_aiflame: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    with _completing(tmp_path, busy.pid) as recording:
+        # What comes within half a second may be the same request.
+        later_s = time.monotonic() + 0.5
+        wait_until(lambda: time.monotonic() > later_s)
+        ended = recording.stop(signal.SIGINT)
     assert ended.returncode == 130, ended.stderr
-    assert "aborted" in ended.stderr
+    assert "aborted: nothing was written" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert _files(tmp_path) == set()
+    assert f"{tmp_path}/run.aiflame" not in run_aiflame("recover").stdout
+
+
+@cases("number", [signal.SIGTERM, signal.SIGQUIT])
+def test_a_second_signal_of_a_supervisor_leaves_it_to_recover(
+    busy: subprocess.Popen[bytes],
+    tmp_path: Path,
+    run_aiflame: Callable[..., subprocess.CompletedProcess[str]],
+    number: int,
+) -> None:
+    # GIVEN a recording that was told to end, and takes long, WHEN it is told so by another signal
+    with _completing(tmp_path, busy.pid) as recording:
+        ended = recording.stop(number)
+    # THEN it ends at once, and says where what it has recorded is
+    assert ended.returncode == 1, ended.stderr
+    assert f"{signal.Signals(number).name}; the recording is kept" in ended.stderr
+    assert f"aiflame recover {tmp_path}/run.aiflame" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert _files(tmp_path) == set()
+    # AND nothing of that is lost.
+    recovered = run_aiflame("recover", "run.aiflame")
+    assert recovered.returncode == 0, recovered.stderr
+    assert len(read_capture(tmp_path / "run.aiflame").samples)
 
 
 def test_a_command_is_not_begun_by_a_recorder_that_was_told_to_end(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from aiflame.agent.errors import Aborted
+from aiflame.agent.errors import Aborted, EndedAtOnce
 from aiflame.agent.recording.signals import StopSignals
 
 
@@ -27,9 +27,7 @@ def test_one_request_may_be_two_signals(signals: StopSignals) -> None:
     assert signals.requested
 
 
-def test_a_later_signal_ends_it_at_once(
-    signals: StopSignals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_ctrl_c_aborts_it(signals: StopSignals, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = time.monotonic()
     os.kill(os.getpid(), signal.SIGINT)
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 1)
@@ -37,9 +35,22 @@ def test_a_later_signal_ends_it_at_once(
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_another_signal_ends_it_at_once(signals: StopSignals) -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-    with pytest.raises(Aborted):
+@pytest.mark.parametrize("first, second", [("INT", "TERM"), ("TERM", "INT"), ("TERM", "QUIT")])
+def test_another_signal_ends_it_at_once_and_keeps_it(
+    signals: StopSignals, first: str, second: str
+) -> None:
+    os.kill(os.getpid(), signal.Signals[f"SIG{first}"])
+    with pytest.raises(EndedAtOnce, match=f"ended at once by SIG{second}"):
+        os.kill(os.getpid(), signal.Signals[f"SIG{second}"])
+
+
+def test_an_impatient_service_manager_keeps_it(
+    signals: StopSignals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.monotonic()
+    os.kill(os.getpid(), signal.SIGTERM)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 1)
+    with pytest.raises(EndedAtOnce):
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -23,7 +23,7 @@ from aiflame.agent.capture.workspace import (
     running,
     unfinished,
 )
-from aiflame.agent.errors import Aborted, AiflameError, EnvironmentUnfit, UsageError
+from aiflame.agent.errors import Aborted, AiflameError, EndedAtOnce, EnvironmentUnfit, UsageError
 from aiflame.agent.outfile import Owner
 
 _RECORDINGS = "recordings"
@@ -237,6 +237,24 @@ def test_abort_removes_it(tmp_path: Path, candidates: list[Path]) -> None:
     with pytest.raises(Aborted), _killed(tmp_path / "a"):
         raise Aborted("aborted")
     assert list((candidates[0] / _RECORDINGS).iterdir()) == []
+
+
+def test_a_signal_of_an_impatient_supervisor_keeps_it(tmp_path: Path) -> None:
+    with pytest.raises(EndedAtOnce), _killed(tmp_path / "a"):
+        raise EndedAtOnce("ended at once by SIGTERM")
+    assert [left.destination.path for left in unfinished()] == [tmp_path / "a"]
+
+
+@pytest.mark.parametrize("error", [Aborted("aborted"), EndedAtOnce("ended at once by SIGTERM")])
+def test_a_signal_while_it_is_published_is_no_failure_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: AiflameError
+) -> None:
+    def is_interrupted(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(workspace, "write_output", is_interrupted)
+    with pytest.raises(type(error)), _killed(tmp_path / "a") as left:
+        left.publish()
 
 
 def test_publishing_twice_replaces_only_what_was_published(tmp_path: Path) -> None:
