@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import select
 from typing import TYPE_CHECKING, TextIO
 
 from aiflame.agent.commands.messages import tell
@@ -30,9 +31,19 @@ class ProgressPrinter:
         self._verbose = verbose > 0
         self._is_terminal = stream.isatty()
         self._live = False
+        self._waiting: list[str] = []
 
     def say(self, text: str) -> None:
-        """Prints one line."""
+        """Prints one line, after those that wait."""
+        waiting, self._waiting = self._waiting, []
+        for line in (*waiting, text):
+            self._print(line)
+
+    def say_soon(self, text: str) -> None:
+        """Prints one line with the progress, or later: once nobody has to wait for it."""
+        self._waiting.append(text)
+
+    def _print(self, text: str) -> None:
         if self._quiet:
             return
         clear = "\r\033[K" if self._live else ""
@@ -45,16 +56,27 @@ class ProgressPrinter:
             self.say(text)
 
     def progress(self, now: Progress) -> None:
-        """Shows how far the recording is; called once a second."""
+        """Shows how far the recording is; called once a second.
+
+        A recording does not wait for a terminal that Ctrl-S has stopped, or for a full pipe: this
+        line is left out then.
+        """
+        while self._waiting and self._has_room():
+            self._print(self._waiting.pop(0))
         seconds = round(now.elapsed_ns / 1e9)
         line = (
             f"{seconds // 60:02d}:{seconds % 60:02d}  cpu {now.samples:,} samples"
             f"  off-cpu {duration(now.off_cpu_ns)}  lost {now.lost:,}"
         )
-        if self._quiet:
+        if self._quiet or not self._has_room():
             return
         if self._is_terminal:
             tell(self._stream, f"\r\033[K{line}")
             self._live = True
         elif seconds % _PLAIN_LINE_EVERY_S == 0:
             self.say(line)
+
+    def _has_room(self) -> bool:
+        poll = select.poll()
+        poll.register(self._stream.fileno(), select.POLLOUT)
+        return any(events & select.POLLOUT for _, events in poll.poll(0))

@@ -334,10 +334,10 @@ class _Session:
 
         def every_interval(progress: Progress) -> None:
             for words in progress.said:
-                self._printer.say(words)
-            self._printer.progress(progress)
+                self._printer.say_soon(words)
             if self._signals.take_copy_request():
-                self._printer.say(copies.start())
+                self._printer.say_soon(copies.start())
+            self._printer.progress(progress)
 
         recorder.run(sinks.give, every_interval)
         copies.wait()
