@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recording says while it runs: on standard error, so that standard output stays free."""
+"""What a recording says while it runs: on standard error, so that standard output stays free.
+
+It does not wait for whoever reads that, and knows when nobody can any more.
+"""
 
 from __future__ import annotations
 
+import os
 import select
+import stat
 from typing import TYPE_CHECKING, TextIO
 
 from aiflame.agent.commands.messages import tell
@@ -32,6 +37,20 @@ class ProgressPrinter:
         self._is_terminal = stream.isatty()
         self._live = False
         self._waiting: list[str] = []
+        # Of its own: once a message was not taken, the stream leads to /dev/null.
+        self._reader_fd = os.dup(stream.fileno()) if _has_reader(stream) else None
+
+    @property
+    def is_hung_up(self) -> bool:
+        """Whether nobody can read any more what standard error was when this was made.
+
+        Of pipes and sockets only: a terminal that goes sends SIGHUP.
+        """
+        if self._reader_fd is None:
+            return False
+        poll = select.poll()
+        poll.register(self._reader_fd, 0)  # POLLERR and POLLHUP are always told
+        return bool(poll.poll(0))
 
     def say(self, text: str) -> None:
         """Prints one line, after those that wait."""
@@ -80,3 +99,8 @@ class ProgressPrinter:
         poll = select.poll()
         poll.register(self._stream.fileno(), select.POLLOUT)
         return any(events & select.POLLOUT for _, events in poll.poll(0))
+
+
+def _has_reader(stream: TextIO) -> bool:
+    mode = os.fstat(stream.fileno()).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

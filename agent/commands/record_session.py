@@ -331,6 +331,9 @@ class _Session:
         where = self._workspace
         copies = Copies(where.directory, where.destination.path, self._options.keep_ns)
         begun_cpu_ns, begun_ns = _own_cpu_ns(), time.monotonic_ns()
+        # Where an ssh without a terminal is cut off there is no SIGHUP, and a recording that nobody
+        # knows of would go on until the disk is full.
+        is_endless = self._options.duration_ns is None and self._options.keep_ns is None
 
         def every_interval(progress: Progress) -> None:
             for words in progress.said:
@@ -338,6 +341,8 @@ class _Session:
             if self._signals.take_copy_request():
                 self._printer.say_soon(copies.start())
             self._printer.progress(progress)
+            if is_endless and self._printer.is_hung_up:
+                self._signals.hang_up()
 
         recorder.run(sinks.give, every_interval)
         copies.wait()

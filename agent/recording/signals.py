@@ -55,6 +55,9 @@ class StopSignals:
                 if number == self._asked[0] == signal.SIGINT:
                     raise Aborted("aborted")
                 raise EndedAtOnce(f"ended at once by {signal.Signals(number).name}")
+        self._request()
+
+    def _request(self) -> None:
         if not self.requested:
             self.requested_s = time.monotonic()
             self.requested = True
@@ -62,6 +65,11 @@ class StopSignals:
 
     def _hang_up(self, number: int, frame: FrameType | None) -> None:
         self._handle(number, frame)
+
+    def hang_up(self) -> None:
+        """Ends the recording as a terminal that goes does, unless that is ignored (nohup)."""
+        if _HUNG_UP in self._previous:
+            self._request()
 
     def _ask_copy(self, _number: int, _frame: FrameType | None) -> None:
         self._is_copy_asked = True

@@ -379,6 +379,36 @@ def test_a_terminal_that_is_gone(busy: subprocess.Popen[bytes], tmp_path: Path) 
     assert (tmp_path / "run.html").exists()
 
 
+def _hung_up(recording: Recording) -> None:
+    """Takes the reader of its standard error away, as where an ssh without a terminal is cut."""
+    assert recording.process.stderr is not None
+    recording.process.stderr.close()
+
+
+def test_a_reader_that_goes_ends_a_recording_in_order(
+    busy: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    with Recording(tmp_path, "-p", busy.pid) as recording:
+        wait_until(recording.windows, 60)
+        _hung_up(recording)
+        assert recording.process.wait(60) == 0
+    assert len(read_capture(tmp_path / "run.aiflame").samples)
+    assert (tmp_path / "run.html").exists()
+
+
+def test_a_reader_that_goes_ends_no_flight_recorder(
+    busy: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    with Recording(tmp_path, "--keep", "10m", "-p", busy.pid) as recording:
+        wait_until(recording.windows, 60)
+        _hung_up(recording)
+        several = len(recording.windows()) + 3
+        wait_until(lambda: len(recording.windows()) >= several, 60)
+        recording.process.send_signal(signal.SIGINT)
+        assert recording.process.wait(60) == 0
+    assert len(read_capture(tmp_path / "run.aiflame").samples)
+
+
 # The line of progress comes after ten seconds.
 _UNREAD = [("2>&1 | head -n 1", 12), ("2>/dev/full", 2), ("2>/dev/full", 12), (">&- 2>&-", 2)]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import TextIO
 
 import pytest
@@ -78,3 +80,36 @@ def test_a_full_pipe_stops_no_recording() -> None:
         assert len(source.read(filled)) == filled
         printer.progress(_progress(20))
         assert source.readline().startswith(b"00:20 ")
+
+
+def _pipe() -> tuple[int, int]:
+    return os.pipe()
+
+
+def _sockets() -> tuple[int, int]:
+    ours, theirs = socket.socketpair()
+    return ours.detach(), theirs.detach()
+
+
+@pytest.mark.parametrize("make", [_pipe, _sockets])
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_reader_that_goes_is_noticed(make: Callable[[], tuple[int, int]], is_told: bool) -> None:
+    reader, writer = make()
+    with os.fdopen(writer, "w") as stream:
+        printer = ProgressPrinter(stream, quiet=False, verbose=0)
+        printer.say("hello")
+        assert not printer.is_hung_up
+        assert os.read(reader, 100) == b"hello\n"
+        # WHEN an ssh is cut off, before or after something is said
+        os.close(reader)
+        if is_told:
+            printer.say("nobody hears this")
+        assert printer.is_hung_up
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/full", None])
+def test_what_has_no_reader_hangs_up_never(tmp_path: Path, path: str | None) -> None:
+    with Path(path or tmp_path / "log").open("w") as stream:
+        printer = ProgressPrinter(stream, quiet=False, verbose=0)
+        printer.say("hello")
+        assert not printer.is_hung_up

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from collections.abc import Iterator
@@ -58,3 +59,20 @@ def test_a_terminal_that_goes_is_no_request_to_end_at_once(signals: StopSignals)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGHUP):
         os.kill(os.getpid(), number)
     assert signals.requested
+
+
+def test_a_reader_that_goes_ends_it_in_order(signals: StopSignals) -> None:
+    for _ in range(2):
+        signals.hang_up()
+    assert signals.requested
+    assert select.select([signals.fd], [], [], 0)[0]
+
+
+def test_a_reader_that_goes_is_no_matter_to_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            signals.hang_up()
+            assert not signals.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
