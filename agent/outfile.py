@@ -21,15 +21,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import io
 import os
 import re
 import secrets
+import select
 import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.limits import DISK_FULL, room_hint
@@ -49,9 +52,10 @@ _NOT_SUPPORTED = frozenset(
 _FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _LOOK_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
-# Links that nobody can plant: names of descriptors that this process was given, as a shell's
-# `-o >(gzip)` uses them.
-_OWN_DESCRIPTOR = re.compile(r"/dev/(?:fd/\d+|stdout|stderr)|/proc/self/fd/\d+")
+# Names of descriptors that this process was given, as a shell's `-o >(gzip)` uses them. What
+# /dev/stdout leads to would be replaced, or written from its start.
+_OWN_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d{1,9})", re.ASCII)
+_STANDARD = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 _PRIVATE_MODE = 0o600
 # Less what the umask takes away.
@@ -65,6 +69,18 @@ _COPY_BYTES = 1 << 20
 
 # Of a temporary name.
 _RANDOM_BYTES = 4
+
+
+class WaitingFile(io.FileIO):
+    """A descriptor that is written to as if it would block, whoever shares it with this process."""
+
+    def write(self, data: Any, /) -> int:
+        """Writes some of it, and waits until it can."""
+        while (written := super().write(data)) is None:
+            poll = select.poll()
+            poll.register(self.fileno(), select.POLLOUT)
+            poll.poll()
+        return written
 
 
 class Owner(NamedTuple):
@@ -217,6 +233,9 @@ def refuse_existing(path: Path, force: bool, is_named: bool = True) -> None:
         is_named: Whether the user gave this very name: only then may it be a device or a FIFO.
     """
     try:
+        if (own := own_descriptor(path)) is not None:
+            _refuse_own(path, own, is_named)
+            return
         with _folder_of(path) as folder, _judged(folder, path, force, is_named, None):
             pass
     except OSError as error:
@@ -251,7 +270,7 @@ def write_output(
     """Write a whole file.
 
     A device or a FIFO that the user named (`-o /dev/null`) is written into; it is never replaced
-    by a file.
+    by a file. So is a descriptor of this process (`-o /dev/stdout`), whatever it leads to.
 
     Args:
         path: Its final name.
@@ -263,13 +282,18 @@ def write_output(
         owner: Whose it is to be; the user who typed sudo when None.
 
     Returns:
-        What has the name now; None for a device or a FIFO.
+        What has the name now; None for a device, a FIFO or a descriptor.
 
     Raises:
         UsageError: The name is taken and `force` is false, or it cannot be a file's.
         AiflameError: The file system refused; nothing is left of it.
     """
     try:
+        if (own := own_descriptor(path)) is not None:
+            _refuse_own(path, own, is_named)
+            with io.BufferedWriter(WaitingFile(os.dup(own), "wb")) as opened:
+                _fill(opened, content)
+            return None
         with (
             _folder_of(path) as folder,
             _judged(folder, path, force, is_named, replaces) as special,
@@ -286,6 +310,26 @@ def write_output(
                 return _identity(os.fstat(file.fileno()))
     except OSError as error:
         raise _cannot_write(path, error) from error
+
+
+def own_descriptor(path: Path) -> int | None:
+    """Returns the descriptor of this process that a path names, None where it names none."""
+    found = _OWN_DESCRIPTOR.fullmatch(str(path))
+    return int(found[1]) if found else _STANDARD.get(str(path))
+
+
+def _refuse_own(path: Path, own: int, is_named: bool) -> None:
+    """Raises UsageError where a descriptor may not be written into."""
+    hint = "choose another name with -o"
+    if not is_named:
+        raise UsageError(f"not a file, and in the way: {path}", hint)
+    try:
+        # What this process has opened itself, a capture for instance, would not survive an exec.
+        is_given = not fcntl.fcntl(own, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    except OSError:
+        is_given = False
+    if not is_given or fcntl.fcntl(own, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        raise UsageError(f"not open for writing: {path}", hint)
 
 
 def unfinished_outputs(name: str) -> re.Pattern[str]:
@@ -390,13 +434,10 @@ def _judged(
     Raises:
         UsageError: Neither may be.
     """
-    is_own = _OWN_DESCRIPTOR.fullmatch(str(path)) is not None
     if not path.name:
         raise _is_folder(path)
     try:
-        found = os.open(
-            path.name, _LOOK_FLAGS & ~os.O_NOFOLLOW if is_own else _LOOK_FLAGS, dir_fd=folder
-        )
+        found = os.open(path.name, _LOOK_FLAGS, dir_fd=folder)
     except FileNotFoundError:
         found = -1
     try:
@@ -404,7 +445,7 @@ def _judged(
         if facts is None or _is_replaceable(path, facts, force, replaces):
             yield None
         else:
-            _refuse_special(path, facts, is_named, is_own)
+            _refuse_special(path, facts, is_named)
             yield found
     finally:
         if found >= 0:
@@ -428,14 +469,12 @@ def _is_replaceable(
     return True
 
 
-def _refuse_special(path: Path, facts: os.stat_result, is_named: bool, is_own: bool) -> None:
+def _refuse_special(path: Path, facts: os.stat_result, is_named: bool) -> None:
     hint = "choose another name with -o"
     if not is_named:
         raise UsageError(f"not a file, and in the way: {path}", f"remove it, or {hint}")
     if not (stat.S_ISCHR(facts.st_mode) or stat.S_ISFIFO(facts.st_mode)):
         raise UsageError(f"neither a file, a terminal nor a FIFO: {path}", hint)
-    if is_own:
-        return
     # What lies here under a name that was meant for a new file could be another user's trap: a
     # FIFO that hands the output on, or a second name of a device.
     sudo = sudo_ids()

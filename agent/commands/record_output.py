@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiflame.agent.errors import UsageError
-from aiflame.agent.outfile import refuse_existing
+from aiflame.agent.outfile import own_descriptor, refuse_existing
 from aiflame.agent.reports.endings import (
     ending_of,
     format_of_name,
@@ -57,8 +57,8 @@ class OutputPlan:
 
 
 def is_special(path: Path) -> bool:
-    """Whether a path is a device or a FIFO as yet; what counts is what it is when it is opened."""
-    return path.exists() and not path.is_file()
+    """Whether a path is no file's as yet; what counts is what it is when it is opened."""
+    return own_descriptor(path) is not None or (path.exists() and not path.is_file())
 
 
 def plan_output(

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import select
+import subprocess
+import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -216,11 +221,87 @@ def test_a_fifo_with_a_reader_gets_all(tmp_path: Path) -> None:
 
 def test_a_descriptor_that_a_shell_handed_over_is_written_into() -> None:
     reader, writer = os.pipe()
+    os.set_inheritable(writer, True)
     outfile.refuse_existing(Path(f"/dev/fd/{writer}"), force=False)
     outfile.write_output(Path(f"/dev/fd/{writer}"), b"data", force=False)
     assert os.read(reader, 10) == b"data"
     os.close(reader)
     os.close(writer)
+
+
+@contextlib.contextmanager
+def _handed_over(path: Path, flags: int) -> Iterator[Path]:
+    """Yields a name of a descriptor that this process was given, of a file."""
+    descriptor = os.open(path, flags)
+    os.set_inheritable(descriptor, True)
+    try:
+        yield Path(f"/dev/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_file_that_a_shell_opened_is_written_on_and_never_replaced(
+    tmp_path: Path, force: bool
+) -> None:
+    (tmp_path / "a").write_bytes(b"before ")
+    inode = (tmp_path / "a").stat().st_ino
+    with _handed_over(tmp_path / "a", os.O_WRONLY | os.O_APPEND) as path:
+        outfile.refuse_existing(path, force)
+        assert outfile.write_output(path, b"data", force, is_private=True) is None
+    assert (tmp_path / "a").read_bytes() == b"before data"
+    assert (tmp_path / "a").stat().st_ino == inode
+    assert _names(tmp_path) == ["a"]
+
+
+def test_standard_output_that_is_a_file_is_written_into() -> None:
+    words = "from aiflame.agent.outfile import Path, write_output;"
+    words += "write_output(Path('/dev/fd/1'), b'data', False)"
+    with tempfile.TemporaryFile() as file:
+        subprocess.run([sys.executable, "-c", words], stdout=file, check=True)
+        file.seek(0)
+        assert file.read() == b"data"
+
+
+def test_names_of_descriptors() -> None:
+    names = ("/dev/stdout", "/dev//stderr", "/dev/fd/63", "/proc/self/fd/0")
+    assert [outfile.own_descriptor(Path(name)) for name in names] == [1, 2, 63, 0]
+    for name in ("dev/stdout", "/dev/null", "/dev/fd/", "/dev/fd/-1", "/dev/fd/\u0663", "stdout"):
+        assert outfile.own_descriptor(Path(name)) is None
+
+
+def test_a_full_pipe_that_does_not_block_gets_all() -> None:
+    # GIVEN a pipe that another process has set to O_NONBLOCK, and more than it holds
+    content = os.urandom(1 << 20)
+    reader, writer = os.pipe()
+    os.set_inheritable(writer, True)
+    os.set_blocking(writer, False)
+
+    def write() -> None:
+        outfile.write_output(Path(f"/dev/fd/{writer}"), content, force=False)
+        os.close(writer)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    with os.fdopen(reader, "rb") as file:
+        assert file.read() == content
+    thread.join()
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_descriptors_that_are_not_open_for_it_are_refused(tmp_path: Path, force: bool) -> None:
+    (tmp_path / "a").write_bytes(b"precious")
+    with (tmp_path / "a").open("r+b") as of_this_process:
+        ours = Path(f"/proc/self/fd/{of_this_process.fileno()}")
+        with _handed_over(tmp_path / "a", os.O_RDONLY) as read_only:
+            for path in (ours, read_only, Path("/dev/fd/999999999")):
+                with pytest.raises(UsageError, match="not open for writing"):
+                    outfile.refuse_existing(path, force)
+                with pytest.raises(UsageError, match="not open for writing"):
+                    outfile.write_output(path, b"x", force)
+    with pytest.raises(UsageError, match="not a file, and in the way"):  # nobody named it
+        outfile.write_output(Path("/dev/fd/1"), b"x", force, is_named=False)
+    assert (tmp_path / "a").read_bytes() == b"precious"
 
 
 def test_folders_and_sockets_are_refused(tmp_path: Path, monkeypatch) -> None:

@@ -87,6 +87,7 @@ def test_what_is_written(
         ("folder/run.html", None, "folder/run.partial.aiflame"),
         (None, "html", f"{_DEFAULT}.partial.aiflame"),
         ("/dev/null", "folded", "null.partial.aiflame"),
+        ("/dev/stdout", "svg", "stdout.partial.aiflame"),
     ],
 )
 def test_where_a_recording_that_fails_is_kept(
