@@ -169,13 +169,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _import_numpy()
         parser = _parser(words[0] if words else None)
-        options = parser.parse_args(words)
+        try:
+            options = parser.parse_args(words)
+        except SystemExit:
+            sys.stdout.flush()  # of --help
+            raise
         if options.verb is None:
             parser.print_help(sys.stderr)
             return 2
         verbose = options.verbose
         options.command_words = shlex.join(["aiflame", *redacted(words)])
-        return int(_module(options.verb).run(options))
+        code = int(_module(options.verb).run(options))
+        sys.stdout.flush()
+        return code
     except AiflameError as error:
         if verbose > 1:
             tell(sys.stderr, traceback.format_exc())

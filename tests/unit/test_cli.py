@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -257,6 +258,76 @@ def test_a_reader_that_goes_away(answer: str) -> None:
     os.close(write_end)
     # THEN it ends as if by SIGPIPE, and says nothing
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+_LIMIT_BYTES = 1 << 16
+
+
+def _limit_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_LIMIT_BYTES, _LIMIT_BYTES))
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "answer", ["print('x' * 1_000_000)", "write_to_stdout(b'x' * 1_000_000)", "print('x')"]
+)
+def test_an_output_that_takes_no_more(answer: str, unbuffered: str, tmp_path: Path) -> None:
+    # GIVEN a file that cannot become as large as it is to be; a full disk takes nothing at all
+    code = (
+        "import sys\n"
+        "from aiflame.agent import cli\n"
+        "from aiflame.agent.commands.report_output import write_to_stdout\n"
+        "module = cli._module('stats')\n"
+        f"module.run = lambda args: {answer} or 0\n"
+        "sys.exit(cli.main(['stats', 'x']))\n"
+    )
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    cases = [(Path("/dev/full"), "no space left on device")]
+    if "000" in answer:
+        cases.append((tmp_path / "out", "file too large"))
+    for path, reason in cases:
+        with path.open("wb") as file:
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                stdout=file,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+                env=environment,
+                preexec_fn=_limit_files,
+            )
+        # THEN it says so, in one line and its cure
+        said = f"aiflame: cannot write standard output: {reason}\n\n  raise the limit of files"
+        assert done.stderr.startswith(said)
+        assert done.stderr.count("\n") == 3
+        assert done.returncode == 1
+
+
+def test_help_for_an_output_that_takes_nothing() -> None:
+    with Path("/dev/full").open("wb") as file:
+        words = [*AIFLAME, "--help"]
+        done = subprocess.run(words, stdout=file, stderr=subprocess.PIPE, text=True, check=False)
+    said = "aiflame: cannot write standard output: no space left on device\n"
+    assert (done.returncode, done.stderr.startswith(said)) == (1, True)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_does_not_block_gets_all(unbuffered: str) -> None:
+    # GIVEN a pipe that holds less, and that another process has set to O_NONBLOCK
+    code = (
+        "import os, sys\n"
+        "os.set_blocking(1, False)\n"
+        "from aiflame.agent import cli\n"
+        "module = cli._module('stats')\n"
+        "module.run = lambda args: print('x' * 1_000_000) or 0\n"
+        "sys.exit(cli.main(['stats', 'x']))\n"
+    )
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "x" * 1_000_000 + "\n"
 
 
 def test_only_the_chosen_verb_is_imported() -> None:
