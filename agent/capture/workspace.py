@@ -30,6 +30,7 @@ from types import TracebackType
 from aiflame.agent.errors import Aborted, AiflameError, EndedAtOnce, EnvironmentUnfit
 from aiflame.agent.limits import room_hint
 from aiflame.agent.outfile import FileIdentity, Owner, private_directory, write_output
+from aiflame.agent.user_folders import user_folder
 
 # A capture of a busy host grows by a few MB a minute; this is an hour of it.
 ENOUGH_BYTES = 200 * 10**6
@@ -374,11 +375,12 @@ def _candidates() -> list[Path]:
     """The recorder's own directories, best first."""
     if os.geteuid() == 0:
         return [Path("/var/lib/aiflame"), Path("/run/aiflame")]
-    # XDG Base Directory Specification 0.8; users of services have no home, and nobody can put
-    # another directory in the place of one's own in a sticky /tmp.
-    configured = Path(os.environ.get("XDG_STATE_HOME", ""))
-    base = configured if configured.is_absolute() else Path("~/.local/state").expanduser()
-    return [base / "aiflame", Path(f"/tmp/aiflame-{os.geteuid()}")]  # noqa: S108 - see above
+    # Users of services have no home, and nobody can put another directory in the place of one's own
+    # in a sticky /tmp.
+    candidates = [Path(f"/tmp/aiflame-{os.geteuid()}")]  # noqa: S108 - see above
+    with contextlib.suppress(EnvironmentUnfit):
+        candidates.insert(0, user_folder("XDG_STATE_HOME", ".local/state") / "aiflame")
+    return candidates
 
 
 def _size_bytes(directory: Path) -> int:

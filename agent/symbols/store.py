@@ -23,6 +23,7 @@ from typing import Protocol
 
 from aiflame.agent.limits import DISK_FULL
 from aiflame.agent.outfile import private_directory
+from aiflame.agent.user_folders import user_folder
 
 # A PyTorch process needs about 300 MB; a few of those, and never a surprising part of a disk.
 DEFAULT_MAX_BYTES = 1024 * 1024 * 1024
@@ -46,14 +47,14 @@ def cache_dir() -> Path:
 
     Root, sudo included, uses /var/cache/aiflame: one warm cache for all users of a machine, and
     root never writes into a directory where someone else can plant links. Others use
-    $XDG_CACHE_HOME/aiflame, by default ~/.cache/aiflame (XDG Base Directory Specification 0.8,
-    under which a relative path counts as unset).
+    $XDG_CACHE_HOME/aiflame, by default ~/.cache/aiflame.
+
+    Raises:
+        EnvironmentUnfit: Nothing says where that is.
     """
     if os.geteuid() == 0:
         return _ROOT_CACHE
-    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = configured if configured.is_absolute() else Path("~/.cache").expanduser()
-    return base / "aiflame"
+    return user_folder("XDG_CACHE_HOME", ".cache") / "aiflame"
 
 
 def store_key(*cache_keys: str) -> str:

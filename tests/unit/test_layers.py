@@ -50,6 +50,7 @@ _LEAVES = {
     "file_questions",
     "http_exchange",
     "target_files",
+    "user_folders",
     "",
 }
 _MAY_IMPORT = {
@@ -74,15 +75,17 @@ _MAY_IMPORT = {
     "process_group": set(),
     "rights": {"errors", "priority"},
     "settings": {"errors", "loopback"},
+    "user_folders": {"errors"},
     "inspector": {
         *("allocator", "file_questions", "limits", "losses", "memory_file", "priority"),
         *("process_group", "target_files"),
     },
-    "capture": {"allocator", "errors", "limits", "losses", "model", "outfile"},
+    "capture": {"allocator", "errors", "limits", "losses", "model", "outfile", "user_folders"},
     "elf": {"file_questions", "target_files"},
     "symbols": {
         *("demangle", "elf", "errors", "inspector", "kernelfs", "losses", "model", "outfile"),
         *("file_questions", "limits", "memory_file", "process_group", "target_files"),
+        "user_folders",
     },
     "unwind": {
         *("elf", "errors", "file_questions", "inspector", "limits", "model", "process_group"),
