@@ -49,6 +49,9 @@ _NOT_SUPPORTED = frozenset(
     {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 )
 
+# However often it is tried: rights, also those of root on a network mount, and read-only mounts.
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
 _FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _LOOK_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -225,19 +228,28 @@ def _is_file(folder: int, name: str) -> bool:
 
 
 def refuse_existing(path: Path, force: bool, is_named: bool = True) -> None:
-    """Raise UsageError if `path` may not be written; a check before long work, and cheap.
+    """Refuse a path that cannot be written; a check before long work, and cheap.
 
     Args:
         path: Where the output will go.
         force: Whether an existing file may be replaced.
         is_named: Whether the user gave this very name: only then may it be a device or a FIFO.
+
+    Raises:
+        UsageError: The name is taken and `force` is false, or it cannot be a file's.
+        AiflameError: No file can be made in its folder.
     """
     try:
         if (own := own_descriptor(path)) is not None:
             _refuse_own(path, own, is_named)
             return
-        with _folder_of(path) as folder, _judged(folder, path, force, is_named, None):
-            pass
+        with (
+            _folder_of(path) as folder,
+            _judged(folder, path, force, is_named, None) as special,
+        ):
+            if special is None:  # what rights and mounts allow is known when it is tried
+                with _temporary(folder, path.name, _PRIVATE_MODE):
+                    pass
     except OSError as error:
         raise _cannot_write(path, error) from error
 
@@ -589,6 +601,8 @@ def _cannot_write(path: Path, error: OSError) -> AiflameError:
         hint = "free some space, or choose another folder with -o"
     elif error.errno == errno.EFBIG:
         hint = room_hint()
-    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    elif error.errno in NOT_ALLOWED:
         hint = "choose another folder with -o"
+    elif error.errno == errno.ENOENT:
+        hint = "its folder was removed: change to another one, or choose one with -o"
     return AiflameError(f"cannot write {path}: {(error.strerror or str(error)).lower()}", hint)

@@ -29,7 +29,13 @@ from types import TracebackType
 
 from aiflame.agent.errors import Aborted, AiflameError, EndedAtOnce, EnvironmentUnfit
 from aiflame.agent.limits import room_hint
-from aiflame.agent.outfile import FileIdentity, Owner, private_directory, write_output
+from aiflame.agent.outfile import (
+    NOT_ALLOWED,
+    FileIdentity,
+    Owner,
+    private_directory,
+    write_output,
+)
 from aiflame.agent.user_folders import user_folder
 
 # A capture of a busy host grows by a few MB a minute; this is an hour of it.
@@ -161,10 +167,11 @@ class Workspace(AbstractContextManager["Workspace"]):
         except (Aborted, EndedAtOnce):
             raise
         except AiflameError as error:
-            hint = f"{error.hint}; then: " if error.hint else ""
-            raise AiflameError(
-                f"{error}{RECORDING_KEPT}", f"{hint}aiflame recover {to.path}"
-            ) from error
+            hint = f"{error.hint}; then: aiflame recover" if error.hint else "aiflame recover"
+            hint = f"{hint} {to.path}"
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in NOT_ALLOWED:
+                hint = f"aiflame recover {to.path} -o OTHER.aiflame"
+            raise AiflameError(f"{error}{RECORDING_KEPT}", hint) from error
         self.is_kept = False
         # On a full disk the note is missing, and `recover` asks for --force.
         with contextlib.suppress(OSError):

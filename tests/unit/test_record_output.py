@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -76,6 +77,41 @@ def test_what_is_written(
     plan = _plan(output, form)
     named = path(output)
     assert plan == OutputPlan(path(capture), report, path(report_path), force=False, named=named)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("output", [None, "run.aiflame", "run.svg"])
+def test_a_folder_that_takes_no_file_is_found_before_anything_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, output: str | None, code: int
+) -> None:
+    # GIVEN what root meets on a network mount: the folder opens, and a file cannot be made
+    opened = os.open
+
+    def refuses(path: str | Path, flags: int, *rest: int, **named: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(code, os.strerror(code))
+        return opened(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuses)
+    with pytest.raises(AiflameError, match=r"cannot write .*(denied|read-only)") as error:
+        _plan(output, None)
+    assert error.value.hint == "choose another folder with -o"
+    _plan("/dev/null", "folded")
+
+
+def test_planning_leaves_no_file(folder: Path) -> None:
+    (folder / "run.svg").write_bytes(b"old")
+    _plan(None, None)
+    _plan("run.svg", None, force=True)
+    assert [path.name for path in folder.iterdir()] == ["run.svg"]
+    assert (folder / "run.svg").read_bytes() == b"old"
+
+
+def test_a_current_folder_that_was_deleted(folder: Path) -> None:
+    folder.rmdir()
+    with pytest.raises(AiflameError, match="no such file or directory") as error:
+        _plan(None, None)
+    assert str(error.value.hint).startswith("its folder was removed")
 
 
 @pytest.mark.parametrize(

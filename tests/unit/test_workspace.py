@@ -277,6 +277,22 @@ def test_publishing_twice_replaces_only_what_was_published(tmp_path: Path) -> No
         assert path.read_bytes() == b"theirs"
 
 
+def test_what_cannot_be_written_is_offered_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a folder that was mounted read-only while it was recorded
+    path = tmp_path / "a"
+    with _killed(path) as left:
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        monkeypatch.setattr(os, "link", refuse)
+        with pytest.raises(AiflameError, match=r"read-only .*; the recording is kept") as error:
+            left.publish()
+    assert error.value.hint == f"aiflame recover {path} -o OTHER.aiflame"
+
+
 def test_another_process_knows_what_was_published(tmp_path: Path) -> None:
     with _killed(tmp_path / "a") as left:
         left.publish()
