@@ -18,6 +18,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 from aiflame.agent import __version__, priority
@@ -149,6 +150,18 @@ def _is_output_closed() -> bool:
     return bool(poll.poll(0))
 
 
+def _deleted_folder(error: Exception) -> AiflameError | None:
+    """Returns what to say where a relative path has no folder any more (getcwd(3), ENOENT)."""
+    if isinstance(error, FileNotFoundError):
+        try:
+            Path.cwd()
+        except FileNotFoundError:
+            return AiflameError(
+                "the current folder was deleted", "change to another folder: cd FOLDER"
+            )
+    return None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code.
 
@@ -197,9 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _EXIT_SIGPIPE
         if verbose > 1:
             tell(sys.stderr, traceback.format_exc())
-        if (scarce := _scarce_resource(error)) is not None:
-            _print_error(scarce)
-            return scarce.exit_code
+        if (known := _scarce_resource(error) or _deleted_folder(error)) is not None:
+            _print_error(known)
+            return known.exit_code
         what = f"internal error: {type(error).__name__}: {error}"
         _print_error(AiflameError(what, "run again with -vv and report what it prints"))
         return 1

@@ -14,9 +14,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from aiflame.agent import __version__, cli
+from aiflame.agent.capture import workspace
 from aiflame.agent.errors import (
     Aborted,
     AiflameError,
@@ -156,6 +158,38 @@ def test_a_machine_that_is_full(
     verb(_raiser(error))
     assert cli.main(["stats"]) == 1
     assert capsys.readouterr().err.startswith(f"aiflame: {what}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["stats", "run.aiflame"],
+        ["report", "run.aiflame", "-f", "svg", "-o", "-"],
+        ["diff", "a.aiflame", "b.aiflame", "-o", "/dev/null", "-f", "folded"],
+        ["recover", "run.aiflame"],
+    ],
+)
+def test_a_current_folder_that_was_deleted(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(workspace, "_candidates", lambda: [tmp_path / "own"])
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    (tmp_path / "folder").rmdir()
+    try:
+        assert cli.main(words) == 1
+    finally:
+        os.chdir("/")
+    said = "aiflame: the current folder was deleted\n\n  change to another folder: cd FOLDER\n"
+    assert capsys.readouterr() == ("", said)
+
+
+def test_a_file_that_is_missing_is_no_deleted_folder(
+    verb: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb(_raiser(FileNotFoundError(errno.ENOENT, "No such file or directory")))
+    assert cli.main(["stats"]) == 1
+    assert "internal error: FileNotFoundError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [UsageError("it failed"), ZeroDivisionError("it failed")])
