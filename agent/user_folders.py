@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a user's files are kept: XDG Base Directory Specification 0.8."""
+"""Where files of a user and temporary ones are kept; XDG Base Directory Specification 0.8."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from aiflame.agent.errors import EnvironmentUnfit
@@ -28,4 +29,19 @@ def user_folder(variable: str, usual: str) -> Path:
         raise EnvironmentUnfit(
             f"no home of user {os.geteuid()} is known",
             f"set HOME, or {variable}, to a folder that this user can write to",
+        ) from None
+
+
+def temporary_folder() -> Path:
+    """Returns where temporary files are made.
+
+    Raises:
+        EnvironmentUnfit: Nowhere, as in a container whose files are read-only.
+    """
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        raise EnvironmentUnfit(
+            "no directory for temporary files can be written to",
+            "set TMPDIR to one that can be: export TMPDIR=DIRECTORY",
         ) from None

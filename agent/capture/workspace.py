@@ -36,7 +36,7 @@ from aiflame.agent.outfile import (
     private_directory,
     write_output,
 )
-from aiflame.agent.user_folders import user_folder
+from aiflame.agent.user_folders import temporary_folder, user_folder
 
 # A capture of a busy host grows by a few MB a minute; this is an hour of it.
 ENOUGH_BYTES = 200 * 10**6
@@ -266,6 +266,20 @@ def recordings_directory() -> Path:
             f"sudo install -d -m 700 -o {os.geteuid()} {first}",
         )
     return max(usable, key=lambda parent: usable[parent])
+
+
+def temporary_captures() -> Path:
+    """Returns where captures are made that are read at once.
+
+    Raises:
+        EnvironmentUnfit: Nowhere.
+    """
+    try:
+        return temporary_folder()
+    except EnvironmentUnfit:
+        with contextlib.suppress(EnvironmentUnfit):
+            return recordings_directory().parent  # beside recordings, as nobody's left ones
+        raise
 
 
 def unfinished() -> list[Unfinished]:

@@ -19,6 +19,7 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from aiflame.agent.capture.workspace import temporary_captures
 from aiflame.agent.commands.durations import duration_ns
 from aiflame.agent.commands.record_output import OutputPlan, plan_output
 from aiflame.agent.commands.record_progress import ProgressPrinter
@@ -32,6 +33,7 @@ from aiflame.agent.fleet.capture_request import (
 from aiflame.agent.fleet.config import AgentSettings, variable_of
 from aiflame.agent.limits import is_disk_full
 from aiflame.agent.outfile import make_folder, write_output
+from aiflame.agent.user_folders import temporary_folder
 
 EPILOG = """\
 Needs root, or the agent's own user. One capture is made at a time; the agent's `capture_length` and
@@ -206,7 +208,10 @@ def _kept_elsewhere(file: BinaryIO, name: str) -> Iterator[None]:
     except AiflameError as error:
         if not is_disk_full(error):
             raise
-        folder = Path(tempfile.gettempdir()) / f"aiflame-{secrets.token_hex(8)}"
+        try:
+            folder = temporary_folder() / f"aiflame-{secrets.token_hex(8)}"
+        except EnvironmentUnfit:
+            raise error from None
         file.seek(0)
         try:
             make_folder(folder)
@@ -236,7 +241,7 @@ def _written(file: BinaryIO, plan: OutputPlan, force: bool, printer: ProgressPri
     if plan.capture is not None and is_file:
         profile = read_capture(plan.capture)
     else:
-        with tempfile.TemporaryDirectory() as name:  # for this user only
+        with tempfile.TemporaryDirectory(dir=temporary_captures()) as name:  # for this user only
             copy = Path(name) / "capture.aiflame"
             file.seek(0)
             write_output(copy, file, force=False, is_private=True)

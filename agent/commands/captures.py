@@ -11,7 +11,7 @@ from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.segment import BadSegment
-from aiflame.agent.capture.workspace import running
+from aiflame.agent.capture.workspace import running, temporary_captures
 from aiflame.agent.commands.messages import tell
 from aiflame.agent.errors import CaptureError
 from aiflame.agent.model.profile import Profile
@@ -113,7 +113,7 @@ def _read_segments(path: Path) -> tuple[Profile, bool]:
     # Captures that are whole need nobody who names.
     from aiflame.agent.sinks.rebuilt import capture_of_windows
 
-    with tempfile.TemporaryDirectory() as name:  # for this user only
+    with tempfile.TemporaryDirectory(dir=temporary_captures()) as name:  # for this user only
         capture = Path(name) / "capture.aiflame"
         try:
             windows = RecordedWindows(path)

@@ -16,6 +16,7 @@ from pathlib import Path
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.schema import FACT_PREFIX
 from aiflame.agent.capture.segment import BadSegment
+from aiflame.agent.capture.workspace import temporary_captures
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.commands.messages import tell
 from aiflame.agent.errors import AiflameError
@@ -44,7 +45,7 @@ def main(folder: Path, capture: Path, keep_ns: int) -> None:
         # Ends of windows are looked at first: that is one pass through the newest segments.
         end_ns = max((window.end_ns for window in RecordedWindows(folder)), default=0)
         wanted = newest(wanted, keep_ns, end_ns)
-    with tempfile.TemporaryDirectory() as name:  # for this user only
+    with tempfile.TemporaryDirectory(dir=temporary_captures()) as name:  # for this user only
         database = Path(name) / "capture.aiflame"
         capture_of_windows(database, wanted, windows.facts)
         writer = CaptureWriter(database, is_new=False)

@@ -21,6 +21,7 @@ from aiflame.agent.unwind.build import load, require_supported
 from aiflame.agent.unwind.questions import TINY_FILE_BYTES, TINY_TABLE
 from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.table_builder import TableBuilders
+from aiflame.agent.user_folders import temporary_folder
 
 # Below NO_BINARY.
 _FIRST_EXPECTED = -2
@@ -52,7 +53,9 @@ class CachedTables:
         self._images = images
         self._own_cache: tempfile.TemporaryDirectory[str] | None = None
         if cache is None or not Store(cache).usable:
-            self._own_cache = tempfile.TemporaryDirectory(prefix="aiflame-unwind-")
+            self._own_cache = tempfile.TemporaryDirectory(
+                prefix="aiflame-unwind-", dir=temporary_folder()
+            )
             cache = Path(self._own_cache.name)
         self._store = Store(cache)
         self._known = KnownTables(known_directory("unwind"))

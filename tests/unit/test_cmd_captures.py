@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from aiflame.agent.capture import workspace
 from aiflame.agent.capture.workspace import Destination, Workspace, unfinished
 from aiflame.agent.commands import captures, recover
 from aiflame.agent.commands.captures import read_recording
-from aiflame.agent.errors import AiflameError, CaptureError, UsageError
+from aiflame.agent.errors import AiflameError, CaptureError, EnvironmentUnfit, UsageError
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks import rebuilt
 from aiflame.agent.sinks.segments import RecordedWindows, SegmentSink
@@ -101,6 +103,39 @@ def test_a_recording_that_runs_is_read_as_far_as_it_has_come(
     assert profile.recording.duration_ns == _WINDOWS[-1].end_ns
     assert "still being recorded" in capsys.readouterr().err
     _end(recording)
+
+
+@pytest.fixture
+def no_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a container has whose files are read-only."""
+
+    def nowhere() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+
+
+@pytest.mark.usefixtures("no_temporary_directory")
+def test_without_a_temporary_directory_recordings_have_one(
+    recording: Workspace, path: Path, recordings: Path
+) -> None:
+    profile = read_recording(path)
+    assert profile.recording.duration_ns == _WINDOWS[-1].end_ns
+    _end(recording)
+    assert list(recordings.iterdir()) == []
+    assert list(recordings.parent.iterdir()) == [recordings]
+
+
+@pytest.mark.usefixtures("no_temporary_directory")
+def test_without_any_directory_it_says_what_to_set(
+    recording: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with recording:
+        monkeypatch.setattr(workspace, "_candidates", lambda: [tmp_path / "file" / "lib"])
+        with pytest.raises(EnvironmentUnfit, match="no directory for temporary files") as error:
+            read_recording(recording.directory)
+    assert "export TMPDIR=" in str(error.value.hint)
 
 
 def test_one_that_ends_meanwhile_is_read_whole(

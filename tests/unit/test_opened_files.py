@@ -42,6 +42,7 @@ _MAY_OPEN = {
     # Directories of our own, which no other user can write to.
     "agent/capture/workspace.py": "a recording before it has its name",
     "agent/capture/writer.py": "the same",
+    "agent/user_folders.py": "which directory temporary files have: none is opened",
     "agent/capture/columns.py": "a database in memory",
     "agent/sinks/segments.py": "the segments of a recording",
     "agent/commands/captures.py": "a private directory, for what segments are made into",
