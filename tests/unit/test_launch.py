@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiflame.agent.errors import AiflameError, UsageError
-from aiflame.agent.processes.command import HeldCommand
+from aiflame.agent.processes import command as launch
+from aiflame.agent.processes.command import HeldCommand, SudoUser
 
 
 def test_a_command_waits_until_it_is_released(tmp_path: Path) -> None:
@@ -83,6 +86,45 @@ def test_a_program_that_is_not_there_is_refused() -> None:
     with pytest.raises(UsageError, match="no such program") as caught:
         HeldCommand(["./no-such-program"])
     assert caught.value.hint is not None
+
+
+@pytest.mark.parametrize("hidden", ["folder", "program"])
+def test_a_program_that_only_the_user_who_calls_sudo_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: str
+) -> None:
+    # GIVEN a home on a network mount, where root may not look, or not execute
+    script = tmp_path / "train.sh"
+    script.write_text("#!/bin/sh\nexit 7\n")
+    script.chmod(0o755)
+    looked, allowed = os.stat, os.access
+
+    def look(path: Any, **named: Any) -> os.stat_result:
+        if hidden == "folder" and Path(os.fspath(path)).name == script.name:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return looked(path, **named)
+
+    monkeypatch.setattr(os, "stat", look)
+    monkeypatch.setattr(
+        os, "access", lambda path, *rest, **named: path != str(script) and allowed(path, *rest)
+    )
+    # THEN root alone does not find it,
+    monkeypatch.setattr(launch, "sudo_user", lambda: None)
+    with pytest.raises(UsageError, match="no such program"):
+        HeldCommand([str(script)])
+    # and the user's process runs it.
+    user = SudoUser(os.getuid(), os.getgid(), "ann", "/")
+    monkeypatch.setattr(launch, "sudo_user", lambda: user)
+    monkeypatch.setattr(os, "initgroups", lambda *_: None)  # which takes root
+    monkeypatch.setenv("PATH", f"/no/such:{tmp_path}")
+    for name in (str(script), script.name):
+        held = HeldCommand([name])
+        held.release()
+        os.waitid(os.P_PID, held.pid, os.WEXITED | os.WNOWAIT)
+        assert held.exit_code() == 7
+        held.end()
+    # One that is not there is still told at once.
+    with pytest.raises(UsageError, match="no such program"):
+        HeldCommand([str(tmp_path / "no-such-program")])
 
 
 @pytest.mark.parametrize(
