@@ -24,6 +24,7 @@ from contextlib import suppress
 from typing import IO, BinaryIO, NamedTuple, NoReturn
 
 from aiflame.agent import kernelfs
+from aiflame.agent.closing import close_all_but
 from aiflame.agent.limits import limit_self
 
 # Longer than the longest of libtorch (7.8 KB). LLVM's demangler recurses: some 400 KB of nested
@@ -177,7 +178,7 @@ def _run(fds: Sequence[int], parent: int) -> NoReturn:
     try:
         for standard, fd in enumerate(fds):
             os.dup2(fd, standard)
-        os.closerange(len(fds), os.sysconf("SC_OPEN_MAX"))
+        close_all_but(range(len(fds)))
         with os.fdopen(0, "rb") as questions, os.fdopen(1, "wb") as answers:
             _serve(questions, answers, parent)
     finally:

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from aiflame.agent.allocator import PagesOfFiles, give_back_freed_memory
+from aiflame.agent.closing import close_all_but
 from aiflame.agent.inspector.parser import Channel
 from aiflame.agent.process_group import leave_signals_to_recorder
 
@@ -215,7 +216,7 @@ def _keep(fds: Sequence[int], first: int) -> None:
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, _FIRST_MOVED) for fd in fds]
     for number, fd in enumerate(moved, first):
         os.dup2(fd, number)
-    os.closerange(max(first + len(moved), _STANDARD), os.sysconf("SC_OPEN_MAX"))
+    close_all_but(range(max(first + len(moved), _STANDARD)))
 
 
 def _run(message: dict[str, Any], fds: Sequence[int], parent: int) -> NoReturn:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from aiflame.agent.closing import close_all_but
 from aiflame.agent.inspector import sandbox
 from aiflame.agent.limits import limit_self
 
@@ -212,7 +213,7 @@ def parse(work: Callable[[Channel], None], connection: socket.socket, parent: in
         nothing = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1):
             os.dup2(nothing, standard)
-        _close_all_but({0, 1, 2, connection.fileno()})
+        close_all_but({0, 1, 2, connection.fileno()})
         limit_self(
             (resource.RLIMIT_FSIZE, _MAX_FILE_BYTES), (resource.RLIMIT_NOFILE, _MAX_DESCRIPTORS)
         )
@@ -233,15 +234,6 @@ def _said(words: str) -> int:
     with contextlib.suppress(OSError):
         os.write(2, f"{words}\n".encode(errors="replace"))
     return 1
-
-
-def _close_all_but(kept: set[int]) -> None:
-    first = 0
-    for fd in sorted(kept):
-        if first < fd:  # else it would close all
-            os.closerange(first, fd)
-        first = fd + 1
-    os.closerange(first, os.sysconf("SC_OPEN_MAX"))
 
 
 def end_as(code: int) -> NoReturn:

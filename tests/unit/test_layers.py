@@ -30,6 +30,7 @@ def _modules(folder: str) -> dict[str, ast.Module]:
 # What each part may import of agent/, itself aside. A part is a folder, or a module at the top.
 _LEAVES = {
     "allocator",
+    "closing",
     "demangle",
     "errors",
     "kernelfs",
@@ -56,7 +57,8 @@ _LEAVES = {
 _MAY_IMPORT = {
     "": set(),
     "allocator": {"kernelfs"},
-    "demangle": {"inspector", "kernelfs", "limits"},
+    "closing": set(),
+    "demangle": {"closing", "inspector", "kernelfs", "limits"},
     "errors": set(),
     "kernelfs": set(),
     "limits": {"kernelfs"},
@@ -77,7 +79,7 @@ _MAY_IMPORT = {
     "settings": {"errors", "loopback"},
     "user_folders": {"errors"},
     "inspector": {
-        *("allocator", "file_questions", "limits", "losses", "memory_file", "priority"),
+        *("allocator", "closing", "file_questions", "limits", "losses", "memory_file", "priority"),
         *("process_group", "target_files"),
     },
     "capture": {"allocator", "errors", "limits", "losses", "model", "outfile", "user_folders"},
