@@ -63,7 +63,11 @@ def exchange(
         http.client.HTTPException: What came is no answer.
     """
     host, port = address
-    with socket.create_connection(address, timeout_s) as plain, _limited(plain, timeout_s):
+    try:
+        plain = socket.create_connection(address, timeout_s)
+    except UnicodeError as error:  # a part between dots is empty or too long
+        raise OSError(f"{host!r} cannot be the name of a host: {error}") from error
+    with plain, _limited(plain, timeout_s):
         connection = http.client.HTTPConnection(host, port)
         connection.sock = plain
         if tls is not None:
@@ -95,7 +99,10 @@ def _limited(plain: socket.socket, timeout_s: float) -> Iterator[None]:
         with plain.dup() as watched:  # TLS takes the descriptor of the other
             end = threading.Timer(timeout_s, _shut, (watched, is_late))
             end.daemon = True
-            end.start()
+            try:
+                end.start()
+            except RuntimeError as error:  # as many threads run as the system allows
+                raise OSError(f"no thread to limit its time: {error}") from error
             try:
                 yield
             finally:

@@ -224,10 +224,26 @@ def test_nobody_at_the_address_is_away(make: Make) -> None:
 
 
 @both
-def test_a_host_without_an_address_is_away(make: Make) -> None:
-    sink = make("http://no-such-host.invalid")
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "no..host", f"{'x' * 64}.invalid"])
+def test_a_host_without_an_address_is_away(make: Make, host: str) -> None:
+    sink = make(f"http://{host}")
     with pytest.raises(SinkAway):
         sink.send(_request(sink))
+
+
+@both
+def test_a_host_without_room_for_a_thread_sends_later(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with serving(otlp.Collector()) as server:
+        sink = make(server.url)
+        request = _request(sink)
+        monkeypatch.setattr(threading.Timer, "start", refuse)
+        with pytest.raises(SinkAway, match="no thread"):
+            sink.send(request)
 
 
 @both

@@ -262,6 +262,17 @@ def test_a_store_is_not_changed_by_a_page_of_something_else(
             changes(ServerEngine(address))
 
 
+@pytest.mark.parametrize("host", ["no..host", f"{'x' * 64}.invalid"])
+def test_a_name_that_no_host_can_have_is_a_server_that_is_away(host: str) -> None:
+    address = address_of(f"clickhouse://{host}/aiflame")
+    assert isinstance(address, Server)
+    sink = ClickHouseSink(address)
+    with pytest.raises(SinkAway, match="cannot be the name of a host"):
+        sink.send(next(sink.encode([_batch(small_profile())])))
+    with pytest.raises(StoreError, match="cannot be the name of a host"):
+        ServerEngine(address).query("SELECT 1")
+
+
 def test_nobody_is_there_and_a_body_that_is_none() -> None:
     address = address_of("clickhouse://127.0.0.1:1/aiflame")
     assert isinstance(address, Server)
