@@ -23,7 +23,7 @@ from aiflame.agent.sinks.otlp import Settings as OtlpSettings
 from aiflame.agent.sinks.pyroscope import PyroscopeSink
 from aiflame.agent.sinks.pyroscope import Settings as PyroscopeSettings
 from aiflame.agent.sinks.requests import Request, RequestSink, SinkAway, SinkRefused
-from certificates import certificate
+from certificates import certificate, certificate_of_authority
 from profiles import MS, RECORDING, small_profile
 from receivers import otlp, pyroscope
 from receivers.server import Reply, serving
@@ -452,6 +452,30 @@ def test_certificates_are_checked(tmp_path: Path) -> None:
         # A certificate of another host is none.
         sink = _otlp(url.replace("127.0.0.1", "localhost"), ca_file=ca_file)
         with pytest.raises(SinkAway, match="certificate"):
+            sink.send(_request(sink))
+
+
+def test_an_authority_without_key_identifiers_is_trusted_where_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a Python that asks for key identifiers by itself, as from 3.13 on
+    def strict(cafile: Path | None = None) -> ssl.SSLContext:
+        context = default(cafile=cafile)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        return context
+
+    default = ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", strict)
+    own, key, authority = certificate_of_authority(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(own, key)
+    # WHEN a configuration names an authority without them
+    with serving(otlp.Collector(), context) as server:
+        sink = _otlp(server.url, ca_file=authority)
+        # THEN it is trusted, and nobody else is
+        assert sink.send(_request(sink)) == Counter()
+        sink = _otlp(server.url)
+        with pytest.raises(SinkAway, match="certificate verify failed"):
             sink.send(_request(sink))
 
 
