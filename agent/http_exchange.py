@@ -41,7 +41,7 @@ def exchange(
     address: tuple[str, int],
     tls: ssl.SSLContext | None,
     path: str,
-    headers: Mapping[str, str],
+    headers: Mapping[str, str | bytes],
     body: bytes,
     *,
     timeout_s: float,
@@ -53,7 +53,7 @@ def exchange(
         address: Its host and port.
         tls: What the connection is made with, None for one without TLS.
         path: Of the URL, with what follows.
-        headers: Of the request.
+        headers: Of the request; text of latin-1 goes as that.
         body: What is sent.
         timeout_s: For being connected, and then for all else together.
         max_bytes: How much of an answer is read.

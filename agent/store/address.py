@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 import ssl
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,10 @@ class Server:
     path: str = ""
     password_variable: str = PASSWORD_VARIABLE
 
+    def __post_init__(self) -> None:
+        """Refuses a user's name that cannot be sent."""
+        _refuse_control_characters("the name of the store's user", self.user)
+
     @property
     def is_loopback(self) -> bool:
         """Whether what is sent to it stays on this host."""
@@ -83,7 +88,7 @@ class Server:
         """Returns the password, "" for none.
 
         Raises:
-            UsageError: It cannot be read, or would go over the network as it is.
+            UsageError: It cannot be read or sent, or would go over the network as it is.
         """
         found = environment.get(self.password_variable, "") if self.password_variable else ""
         if self.password_file is not None:
@@ -95,6 +100,7 @@ class Server:
             if len(text) > _MAX_PASSWORD_BYTES:
                 raise UsageError(f"no password is so long: {self.password_file}")
             found = text.decode("utf-8", "replace").strip()
+        _refuse_control_characters("the store's password", found)
         if found and not self.is_tls and not self.is_loopback:
             raise UsageError(
                 f"the password of {self.host} would go over the network as plain text",
@@ -118,6 +124,12 @@ class Server:
     def _tls_hint(self) -> str:
         """What to write instead, where the URL is from: an agent's has the scheme of HTTP."""
         return "use https://" if self.name.startswith("http://") else f"use {_TLS}:// (HTTPS)"
+
+
+def _refuse_control_characters(what: str, text: str) -> None:
+    # A line break would end a header, and begin another one.
+    if any(unicodedata.category(c) == "Cc" for c in text):
+        raise UsageError(f"{what} has characters that a header may not have", "write one line")
 
 
 def address_of(text: str, environment: Mapping[str, str] = os.environ) -> Server | Path:

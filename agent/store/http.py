@@ -77,11 +77,16 @@ def post(
         Unreachable: There was no answer, or too long a one.
         UsageError: The password cannot be read, or not be sent.
     """
-    headers = {"Content-Type": "application/octet-stream", "User-Agent": "aiflame"}
+    headers: dict[str, str | bytes] = {
+        "Content-Type": "application/octet-stream",
+        "User-Agent": "aiflame",
+    }
+    # A server takes what comes for UTF-8; as text it would go as latin-1. What the environment has
+    # of other bytes goes as it is.
     if server.user:
-        headers["X-ClickHouse-User"] = server.user
+        headers["X-ClickHouse-User"] = server.user.encode(errors="surrogateescape")
     if password := server.password():
-        headers["X-ClickHouse-Key"] = password
+        headers["X-ClickHouse-Key"] = password.encode(errors="surrogateescape")
     elif server.user and server.cert_file:
         # The certificate stands for the password (ClickHouse's guide to certificates of users).
         headers["X-ClickHouse-SSL-Certificate-Auth"] = "on"

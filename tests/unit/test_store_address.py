@@ -91,3 +91,15 @@ def test_a_password_file_that_is_none(tmp_path: Path) -> None:
     large.write_bytes(b"x" * 5_000)
     with pytest.raises(UsageError, match="so long"):
         _server(f"clickhouses://ch/db?password_file={large}").password({})
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a\r\nX-Other: b", "a\x00", "\x7f", "a\x85b"])
+def test_what_would_end_a_header_is_refused(tmp_path: Path, text: str) -> None:
+    password = tmp_path / "password"
+    password.write_bytes(f"x{text}x".encode())
+    server = _server(f"clickhouse://127.0.0.1/db?password_file={password}")
+    with pytest.raises(UsageError, match="characters that a header may not have") as refused:
+        server.password({})
+    assert text not in str(refused.value)
+    with pytest.raises(UsageError, match="characters that a header may not have"):
+        _server("clickhouse://127.0.0.1/db", AIFLAME_STORE_USER=text)

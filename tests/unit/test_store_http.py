@@ -84,6 +84,31 @@ def test_a_certificate_tells_who_the_user_is(
         _asked(with_own)
 
 
+def test_users_and_passwords_go_as_utf_8(tmp_path: Path) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_POST(self) -> None:
+            # The library reads headers as latin-1, which is each byte as it came.
+            told = f"{self.headers['X-ClickHouse-User']}:{self.headers['X-ClickHouse-Key']}"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(told.encode("latin-1"))
+
+    password = tmp_path / "password"
+    password.write_text("pa\u00df\u26a1")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            place = f"127.0.0.1:{server.server_address[1]}/db?password_file={password}"
+            assert _asked(f"clickhouse://%C3%BCser@{place}") == "\xfcser:pa\xdf\u26a1".encode()
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 def test_a_certificate_is_shown_to_nobody_without_tls(own: tuple[Path, Path]) -> None:
     server = address_of(f"clickhouse://127.0.0.1/db?cert_file={own[0]}&key_file={own[1]}", {})
     assert isinstance(server, Server)
