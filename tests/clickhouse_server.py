@@ -26,6 +26,8 @@ USER, PASSWORD = "recorder", "s3cret"
 # http_max_field_value_size.
 _MAX_FIELD_BYTES = 131_072
 _INSERT = re.compile(r"INSERT INTO (\w+) FORMAT JSONEachRow")
+_DDL = re.compile(r"CREATE|ALTER|DROP|RENAME")
+_ROWS_OF_HOSTS = b"s1\tr1\tOK\t1\t0\ns1\tr2\tOK\t0\t0\n"
 
 
 class StandIn:
@@ -155,9 +157,13 @@ class _Handler(BaseHTTPRequestHandler):
             if name.startswith("param_")
         }
         try:
-            return 200, {}, stand_in.engine._run(statement, values)
+            answer = stand_in.engine._run(statement, values)
         except StoreError as error:
             return _error(500, 47, str(error))
+        # As one of two servers that replicate the database.
+        if _DDL.match(statement) and query.get("distributed_ddl_output_mode") != "none":
+            answer = _ROWS_OF_HOSTS
+        return 200, {}, answer
 
     def _answer(self, status: int, headers: dict[str, str], text: bytes) -> None:
         self.send_response(status)

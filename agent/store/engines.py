@@ -60,6 +60,10 @@ INSERT_SETTINGS = {
     "input_format_skip_unknown_fields": "1",
 }
 
+# A database that is replicated between servers tells of each what it did, unless it is told not to;
+# an error is one all the same (ClickHouse's documentation, "distributed_ddl_output_mode").
+_NO_ROWS_OF_HOSTS = {"distributed_ddl_output_mode": "none"}
+
 # As long as a server may take to find an answer, and as long again for its way here.
 _ANSWER_S = 2.0 * MAX_SECONDS
 
@@ -76,11 +80,11 @@ class ServerEngine:
     def create_database(self) -> None:
         """Makes the database, if there is none."""
         statement = f"CREATE DATABASE IF NOT EXISTS {self._server.database}"
-        self._refuse_answer(self._ask(statement, {}, has_database=False))
+        self._refuse_answer(self._ask(statement, _NO_ROWS_OF_HOSTS, has_database=False))
 
     def execute(self, statement: str) -> None:
         """Runs a statement that has no answer."""
-        self._refuse_answer(self._ask(statement, {}))
+        self._refuse_answer(self._ask(statement, _NO_ROWS_OF_HOSTS))
 
     def query(self, statement: str, parameters: Mapping[str, Parameter] | None = None) -> Answer:
         """Asks."""

@@ -120,6 +120,21 @@ def test_tables_that_were_half_made_are_finished(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_tables_are_made_on_servers_that_replicate_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN one that tells of each server what it did, unless it is told not to
+    monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
+    with clickhouse(tmp_path / "server") as (stand_in, url):
+        stand_in.engine.execute(
+            "ALTER TABLE schema_versions DELETE WHERE 1 SETTINGS mutations_sync = 1"
+        )
+        # WHEN tables are made there THEN that is no answer of something else
+        engine = open_store(url, is_read_only=False, is_new=True)
+        assert schema.migrate(engine, 9) == (0, schema.VERSION)
+        assert schema.require(engine).keep_days == 9
+
+
 _SUMMED = ("samples", "stacks_1h", "gpu", "agents")
 
 
