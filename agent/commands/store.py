@@ -23,7 +23,7 @@ from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.profile import NS_PER_S
 from aiflame.agent.reports.words import showable
 from aiflame.agent.store.address import Server, address_of
-from aiflame.agent.store.engine import KEEP_DAYS
+from aiflame.agent.store.engine import KEEP_DAYS, MOST_KEEP_DAYS
 from aiflame.agent.store.engines import open_store
 from aiflame.agent.store.inserts import insert_once, inserts_of
 from aiflame.agent.store.schema import migrate, require
@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument(
         "--keep-days",
         metavar="N",
-        type=positive,
+        type=_keep_days,
         help=f"of new tables: after so many days samples go (default: {KEEP_DAYS} on a"
-        " server, never in a directory)",
+        f" server, never in a directory; at most {MOST_KEEP_DAYS:,})",
     )
     init.set_defaults(action_run=_init)
     add = actions.add_parser("add", help="put a capture into it")
@@ -82,6 +82,13 @@ def run(args: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     code: int = args.action_run(args)
     return code
+
+
+def _keep_days(text: str) -> int:
+    value = positive(text)
+    if value > MOST_KEEP_DAYS:
+        raise argparse.ArgumentTypeError(f"more than {MOST_KEEP_DAYS:,} days: {text}")
+    return value
 
 
 def _init(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from aiflame.agent.settings import Kind, setting
 from aiflame.agent.sinks.posting import retry_after_s
 from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
 from aiflame.agent.store.address import Server, address_of
-from aiflame.agent.store.engine import DATABASE, KEEP_DAYS
+from aiflame.agent.store.engine import DATABASE, KEEP_DAYS, MOST_KEEP_DAYS
 from aiflame.agent.store.engines import INSERT_SETTINGS
 from aiflame.agent.store.http import Reply, Unreachable, post
 from aiflame.agent.store.inserts import Insert, inserts_of
@@ -31,9 +31,6 @@ _KNOWN_STACKS = 200_000
 
 # A request for stacks may have been lost on its way: after a day all are sent again.
 _S_PER_DAY = 86_400
-
-# A century: a larger number is a mistake.
-_MOST_KEEP_DAYS = 36_500
 
 # An insert of 4 MB takes a server less than a second; a request that hangs, or an answer that comes
 # a byte at a time, must not hold the queue.
@@ -88,7 +85,7 @@ class Settings:
         "as the store was made: what is older is not sent, 0 for ever",
         KEEP_DAYS,
         least=0,
-        most=_MOST_KEEP_DAYS,
+        most=MOST_KEEP_DAYS,
     )
 
     @property

@@ -24,6 +24,10 @@ DATABASE = "aiflame"
 # Of a server, whose disks everybody's samples share: days.
 KEEP_DAYS = 14
 
+# Sums by hour are kept six times as long, and ClickHouse's DateTime ends in 2106: a time after that
+# is one long past, and rows would go as they come.
+MOST_KEEP_DAYS = 3_650
+
 
 class StoreError(AiflameError):
     """A store did not answer, or did not understand."""

@@ -396,7 +396,7 @@ def test_a_path_is_of_a_proxy_in_between(
         ({"url": "http://h:8123/?database=x"}, "more than host, port and path", "database"),
         ({"url": "http://h:8123/#x"}, "more than host, port and path", "database"),
         ({"url": "https://h", "keep_days": "-1"}, "keep_days: not a whole number, from 0 to", ""),
-        ({"url": "https://h", "keep_days": "99999"}, "keep_days: not a whole number, from 0", ""),
+        ({"url": "https://h", "keep_days": "3651"}, "not a whole number, from 0 to 3,650", ""),
         ({"url": "http://h", "cert_file": "/c", "key_file": "/k"}, "without TLS", "use https://"),
     ],
 )

@@ -38,7 +38,7 @@ from aiflame.agent.store import engine as engine_module
 from aiflame.agent.store import engines, questions, schema
 from aiflame.agent.store.address import PASSWORD_VARIABLE
 from aiflame.agent.store.comparison import compare
-from aiflame.agent.store.engine import StoreError, parameter_text
+from aiflame.agent.store.engine import MOST_KEEP_DAYS, StoreError, parameter_text
 from aiflame.agent.store.engines import DirectoryEngine, open_store
 from aiflame.agent.store.inserts import inserts_of
 from aiflame.agent.store.profiles import By, profile_of
@@ -559,6 +559,31 @@ def test_names_are_kept_as_long_as_sums(tmp_path: Path) -> None:
     assert engine.query("SELECT count() FROM samples").rows == [[0]]
     hour = Selector(hour_s, hour_s + 3600, {}, ("on_cpu",))
     assert [row[4] for row in questions.top(engine, hour, 9).rows] == ["old", "main"]
+    engine.close()
+
+
+def test_sums_by_hour_last_whatever_days_a_store_is_made_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = str(tmp_path / "fleet")
+    # GIVEN more days than the engine can add to a date, six times WHEN tables are asked for
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["store", "init", "--store", name, "--keep-days", str(MOST_KEEP_DAYS + 1)])
+    # THEN it says how many there may be
+    assert ended.value.code == 2
+    assert f"more than {MOST_KEEP_DAYS:,} days" in capsys.readouterr().err
+    # AND of as many, nothing goes as it comes
+    assert cli.main(["store", "init", "--store", name, "--keep-days", str(MOST_KEEP_DAYS)]) == 0
+    engine = open_store(name, is_read_only=False)
+    profile = literal_profile(Sample("main;new", 500 * MS, count=500))
+    batch = Batch(Labels("train"), profile, int(time.time()) * NS_PER_S, 60 * NS_PER_S)
+    for piece in inserts_of([batch], "", lambda _: True):
+        engine.insert(piece.table.value, piece.rows, piece.token)
+    parts = engine.query(
+        "SELECT table, min(delete_ttl_info_min) > now() FROM system.parts WHERE active"
+        " AND table IN ('samples', 'stacks', 'stacks_1h') GROUP BY table ORDER BY table"
+    )
+    assert parts.rows == [["samples", 1], ["stacks", 1], ["stacks_1h", 1]]
     engine.close()
 
 
