@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import gzip
+import http
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -58,6 +59,9 @@ _GZIP_LEVEL = 1
 # Answers after which a request is to be sent again (OTLP specification, "Retryable Response
 # Codes"); all others are final, but for those that the next token may mend.
 _LATER = (429, 502, 503, 504, *NOT_LET_IN)
+
+# As Pyroscope's own way in has them as well.
+_TIMED_OUT, _FAILED = http.HTTPStatus.REQUEST_TIMEOUT, http.HTTPStatus.INTERNAL_SERVER_ERROR
 
 # Of workloads, by kind, as semantic conventions name them.
 _WORKLOADS = {
@@ -194,7 +198,7 @@ class OtlpSink:
         from aiflame.agent.sinks.otlp_message import is_partial, rejected, samples_refused
 
         answer = self._poster.post(request.body)
-        if answer.status in _LATER:
+        if self._is_for_later(answer.status):
             raise SinkAway(f"{self.name}: {answer.words}", answer.retry_after_s)
         if not answer.is_taken:
             raise SinkRefused(f"{self.name}: {answer.words}", answer.reason)
@@ -213,6 +217,12 @@ class OtlpSink:
         # Without the numbers that make a reason of its own of each answer.
         reason = _NUMBERS.sub("N", showable(why)) if why else "partial success without a reason"
         return Counter({reason: samples_refused(request, profiles)})
+
+    def _is_for_later(self, status: int) -> bool:
+        # Pyroscope says 500 to all that is no fault of the request, as of a store that is away
+        # (pkg/ingester/otlp/ingest_handler.go).
+        is_pyroscope = self._flavour is Flavour.PYROSCOPE
+        return status in _LATER or (is_pyroscope and (status == _TIMED_OUT or status >= _FAILED))
 
 
 # Nothing in the beginning of an answer is sure to tell how much of a request was refused.

@@ -42,6 +42,10 @@ def _otlp(url: str, **settings: object) -> RequestSink:
     return OtlpSink(OtlpSettings(url=url, **settings))  # type: ignore[arg-type]
 
 
+def _otlp_of_pyroscope(url: str, **settings: object) -> RequestSink:
+    return _otlp(url, flavour="pyroscope", **settings)
+
+
 def _checked_pyroscope(url: str, **settings: object) -> None:
     pyroscope_sink.check(PyroscopeSettings(url=url, **settings))  # type: ignore[arg-type]
 
@@ -68,6 +72,7 @@ def _request(sink: RequestSink, begin_ns: int = BEGIN_NS) -> Request:
         # The last two are of tokens, which are replaced while they are in use.
         (_pyroscope, (408, 429, 500, 503, 504, 401, 403)),
         (_otlp, (429, 502, 503, 504, 401, 403)),
+        (_otlp_of_pyroscope, (408, 429, 500, 502, 503, 504, 507, 401, 403)),
     ],
 )
 def test_what_is_overloaded_gets_it_again(make: Make, statuses: tuple[int, ...]) -> None:
@@ -84,7 +89,11 @@ def test_what_is_overloaded_gets_it_again(make: Make, statuses: tuple[int, ...])
 
 @pytest.mark.parametrize(
     ("make", "statuses"),
-    [(_pyroscope, (301, 400, 404, 413, 415)), (_otlp, (302, 400, 404, 413, 500))],
+    [
+        (_pyroscope, (301, 400, 404, 413, 415)),
+        (_otlp, (302, 400, 404, 408, 413, 500)),
+        (_otlp_of_pyroscope, (302, 400, 404, 413)),
+    ],
 )
 def test_what_is_refused_is_not_sent_again(make: Make, statuses: tuple[int, ...]) -> None:
     with serving(otlp.Collector()) as server:
