@@ -63,6 +63,12 @@ _LATER = (429, 502, 503, 504, *NOT_LET_IN)
 # As Pyroscope's own way in has them as well.
 _TIMED_OUT, _FAILED = http.HTTPStatus.REQUEST_TIMEOUT, http.HTTPStatus.INTERNAL_SERVER_ERROR
 
+# Labels that Pyroscope adds, and counts: __name__, __delta__, __otel__, and service_name beside
+# service.name; where its limits say so, also __order__ and __sampled__.
+_PYROSCOPE_ADDS = 6
+# Parca adds the profile's name.
+_PARCA_ADDS = 1
+
 # Of workloads, by kind, as semantic conventions name them.
 _WORKLOADS = {
     kind: f"k8s.{kind.lower()}.name"
@@ -262,8 +268,8 @@ def _attributes(
     labels: Labels, flavour: Flavour, names: Sequence[str]
 ) -> tuple[tuple[str, str], ...]:
     if flavour is not Flavour.COLLECTOR:
-        # Pyroscope adds the profile's name.
-        found = series_labels(labels, names, 1)
+        reserved = _PYROSCOPE_ADDS if flavour is Flavour.PYROSCOPE else _PARCA_ADDS
+        found = series_labels(labels, names, reserved)
         return tuple(("service.name" if k == SERVICE else k, value) for k, value in found)
     is_pod = bool(labels.pod)
     known = {

@@ -4,7 +4,8 @@
 Sources: api/push/v1/push.proto and pkg/validation of https://github.com/grafana/pyroscope (2.2);
 https://connectrpc.com/docs/protocol#unary-request; pprof's profile.proto. Each class of each batch
 is a series. Its name and types are those by which Pyroscope knows the same data when it comes by
-OTLP, so that both ways give the same series.
+OTLP, so that both ways add up; series that came by OTLP have __delta__, __otel__ and service.name
+besides.
 
 What is older than an hour is refused there; requests stay below its rate limit, which no retry can
 pass that is longer.

@@ -104,6 +104,7 @@ class Collector:
 class Pyroscope(Collector):
     """Pyroscope's own receiver: every attribute of a resource or a sample makes a series."""
 
+    adds: tuple[str, ...] = ()  # labels, where its limits say so
     series: dict[tuple[str, tuple[tuple[str, str], ...]], dict[int, Counter[Stack]]] = field(
         default_factory=dict
     )
@@ -114,11 +115,9 @@ class Pyroscope(Collector):
             _need(len(one.samples) <= 16_000, "max_profile_stacktrace_samples")
             _need(all(len(stack) <= 1_000 for stack, _, _ in one.samples), "depth")
             type_id, factor = _type_id(one)
+            of_series = _series_labels(one, self.adds)
             for stack, attributes, value in one.samples:
-                labels = {k.replace(".", "_"): str(v) for k, v in one.resource.items()}
-                labels |= {k: str(v) for k, v in attributes.items()}
-                _need(len(labels) + 1 <= 30, "max_label_names_per_series")
-                _need(all(len(v.encode()) <= 2_048 for v in labels.values()), "label value")
+                labels = of_series | {k: str(v) for k, v in attributes.items()}
                 key = (type_id, tuple(sorted(labels.items())))
                 at = self.series.setdefault(key, {})
                 at.setdefault(one.time_ns // 10**6, Counter())[stack] += value * factor
@@ -136,6 +135,21 @@ class Pyroscope(Collector):
             for stacks in times.values():
                 found[type_id].update(stacks)
         return dict(found)
+
+
+def _series_labels(one: Got, adds: Sequence[str]) -> dict[str, str]:
+    """Returns Pyroscope's labels of a profile, but for its name, which it counts with them."""
+    labels = [("__delta__", "false"), ("__otel__", "true")]
+    labels += [(k, str(v)) for k, v in one.resource.items() if k != "__name__"]
+    service = one.resource.get("service.name", "unknown_service")
+    labels += [("service_name", str(service)), *((name, "x") for name in adds)]
+    _need(len(labels) + 1 <= 30, "max_label_names_per_series")
+    _need(len(dict(labels)) == len(labels), "duplicate_label_names")
+    for name, value in labels:
+        _need(len(name) <= 1_024, "label_name_too_long")
+        _need(len(value.encode()) <= 2_048, "label_value_too_long")
+        _need(re.fullmatch(r"[A-Za-z0-9_.]+", name), f"labels_invalid: {name!r}")
+    return dict(labels)
 
 
 def _type_id(one: Got) -> tuple[str, int]:

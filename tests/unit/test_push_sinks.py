@@ -294,9 +294,13 @@ def test_one_container_makes_one_series_for_each_class() -> None:
     straight = pushed_to_pyroscope([batch_of(profile, _POD)])
     converted = otlp.Pyroscope()
     pushed_by_otlp([batch_of(profile, _POD)], converted, "pyroscope")
-    # THEN neither thread, process nor stall reason makes a series, and both ways make the same
+    # THEN neither thread, process nor stall reason makes a series, and both ways make the same, but
+    # for labels of Pyroscope's own
     assert len(straight.series) == 5
-    assert set(converted.series) == {(type_id, labels) for type_id, labels in straight.series}
+    own = (("__delta__", "false"), ("__otel__", "true"), ("service.name", "train"))
+    assert set(converted.series) == {
+        (type_id, tuple(sorted([*labels, *own]))) for type_id, labels in straight.series
+    }
 
 
 def test_a_collector_is_told_all_that_is_known_of_a_container() -> None:
@@ -394,6 +398,18 @@ def test_too_many_labels_are_left_out_and_the_service_stays() -> None:
     (found,) = {labels for _, labels in receiver.series}
     assert len(found) == 29
     assert dict(found).items() >= {"service_name": "train", "node": "n1", "label0": "x"}.items()
+
+
+def test_labels_leave_room_for_those_of_pyroscope() -> None:
+    labels = replace(_POD, extra=tuple((f"label{i}", "x") for i in range(100)))
+    # GIVEN a Pyroscope that adds two by its limits, besides those that it always does
+    receiver = otlp.Pyroscope(adds=("__order__", "__sampled__"))
+    # WHEN a container has more labels than it takes THEN the first ones are there
+    pushed_by_otlp([batch_of(small_profile(), labels)], receiver, "pyroscope")
+    (found,) = {labels for _, labels in receiver.series}
+    assert len(found) == 29
+    wanted = {"service_name": "train", "service.name": "train", "node": "n1", "label0": "x"}
+    assert dict(found).items() >= wanted.items()
 
 
 # Limits.
