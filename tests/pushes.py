@@ -80,7 +80,8 @@ def send_all(sink: RequestSink, batches: Sequence[Batch]) -> int:
     requests = list(sink.encode(batches))
     for request in requests:
         assert sink.send(request) == Counter()
-        assert request.samples > 0
+    # One alone may have launches or times of kernels only.
+    assert not requests or sum(request.samples for request in requests) > 0
     return len(requests)
 
 

@@ -159,6 +159,11 @@ class Message:
             self._dictionary.mapping_table[mapping].memory_limit = limit
         return bytes(self._request.SerializeToString())
 
+    @property
+    def dictionary_bytes(self) -> int:
+        """How much of what was encoded is the dictionary."""
+        return int(self._dictionary.ByteSize())
+
     def _add(self, parts: Sequence[Part]) -> None:
         of = parts[0].of
         resource = self._request.resource_profiles.add()

@@ -77,6 +77,7 @@ class Collector:
             except DecodeError as error:
                 raise Refused(str(error)) from error
             self.sizes.append(len(raw))
+            self.charge(request)
             self.keep([*profiles(request)])
         except Refused as refused:
             return Reply(refused.status, str(refused).encode(), (("Content-Type", "text/plain"),))
@@ -86,6 +87,9 @@ class Collector:
             answer.partial_success.error_message = self.rejects[1]
         content = (("Content-Type", "application/x-protobuf"),)
         return Reply(200, answer.SerializeToString(), content)
+
+    def charge(self, request: Any) -> None:
+        """Refuses what is too much at once."""
 
     def keep(self, got: list[Got]) -> None:
         """Takes profiles in."""
@@ -102,12 +106,28 @@ class Collector:
 
 @dataclass
 class Pyroscope(Collector):
-    """Pyroscope's own receiver: every attribute of a resource or a sample makes a series."""
+    """Pyroscope's own receiver: every attribute of a resource or a sample makes a series.
 
+    Each profile is converted by itself, with the dictionary, and counts so against what it takes at
+    once; all that is wrong with none of them is a 500.
+    """
+
+    burst_bytes: int = 2_000_000
+    at_once: list[int] = field(default_factory=list)  # profiles of each request
     adds: tuple[str, ...] = ()  # labels, where its limits say so
     series: dict[tuple[str, tuple[tuple[str, str], ...]], dict[int, Counter[Stack]]] = field(
         default_factory=dict
     )
+
+    def charge(self, request: Any) -> None:
+        sizes = [
+            profile.ByteSize() + request.dictionary.ByteSize()
+            for resource in request.resource_profiles
+            for scope in resource.scope_profiles
+            for profile in scope.profiles
+        ]
+        _need(sum(sizes) <= self.burst_bytes, "rate limit", 500)
+        self.at_once.append(len(sizes))
 
     def keep(self, got: list[Got]) -> None:
         super().keep(got)

@@ -437,6 +437,38 @@ def test_no_request_is_longer_than_a_collector_takes() -> None:
     assert sum(request.samples for request in requests) == samples
 
 
+def test_a_pyroscope_gets_few_profiles_at_once_by_otlp() -> None:
+    # GIVEN some containers, each with several classes
+    profile = exact(small_timed_profile())
+    batches = [batch_of(profile, Labels(f"s{i}")) for i in range(9)]
+    # WHEN they are pushed THEN no request has more profiles than it pushes within a time limit
+    converted = otlp.Pyroscope()
+    pushed_by_otlp(batches, converted, "pyroscope")
+    assert sum(converted.at_once) == 9 * 5
+    assert max(converted.at_once) == 8
+    assert sums_of(converted.weights()) == totals_of([profile] * 9)
+    # AND a Collector gets them together
+    collector = otlp.Collector()
+    pushed_by_otlp(batches, collector)
+    assert len(collector.sizes) == 1
+
+
+def test_a_dictionary_counts_for_each_profile_of_a_pyroscope(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # GIVEN several classes of a container whose one request a Pyroscope would just take, if it did
+    # not count what they share for each of them
+    batch = batch_of(exact(small_timed_profile()))
+    (request,) = OtlpSink(OtlpSettings(url="http://localhost:1")).encode([batch])
+    limit = len(gzip.decompress(request.body))
+    monkeypatch.setattr(pyroscope_limits, "MAX_BYTES", limit)
+    # WHEN it is pushed THEN it is taken, in parts
+    converted = otlp.Pyroscope(burst_bytes=limit)
+    pushed_by_otlp([batch], converted, "pyroscope")
+    assert len(converted.at_once) > 1
+    assert sums_of(converted.weights()) == totals_of([batch.profile])
+
+
 @cases("containers", [7, 1])
 def test_what_is_split_often_adds_up(monkeypatch: pytest.MonkeyPatch, containers: int) -> None:
     # GIVEN limits that a stretch of time exceeds by far
@@ -449,7 +481,8 @@ def test_what_is_split_often_adds_up(monkeypatch: pytest.MonkeyPatch, containers
     straight = pyroscope.Pyroscope(BEGIN_NS + MINUTE_NS, burst_bytes=limit)
     with serving(straight) as server:
         sent = send_all(PyroscopeSink(PyroscopeSettings(url=server.url)), batches)
-    converted, collector = otlp.Pyroscope(max_bytes=limit), otlp.Collector(max_bytes=limit)
+    converted = otlp.Pyroscope(max_bytes=limit, burst_bytes=limit)
+    collector = otlp.Collector(max_bytes=limit)
     pushed_by_otlp(batches, converted, "pyroscope")
     pushed_by_otlp(batches, collector)
     # THEN no request is longer, and sums are kept
