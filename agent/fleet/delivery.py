@@ -28,7 +28,7 @@ from aiflame.agent.fleet.log import Log
 from aiflame.agent.limits import OUT_OF_ROOM, is_disk_full
 from aiflame.agent.model.profile import NS_PER_S
 from aiflame.agent.outfile import private_directory
-from aiflame.agent.sinks.requests import Request, RequestSink, SinkAway, SinkRefused
+from aiflame.agent.sinks.requests import Request, RequestSink, Rest, SinkAway, SinkRefused
 
 # As other agents do: from half a second to five minutes. The shares keep a thousand agents from
 # coming back at the same moment.
@@ -500,6 +500,8 @@ class Delivery:
             except SinkAway as error:
                 wait_s = self._wait_s(failures, error.retry_after_s)
                 is_asked = bool(error.retry_after_s)
+                if error.rest is not None:
+                    self._keep_rest(one, error.rest)
                 self._note_away(str(error))
             except SinkRefused as error:
                 self._log.say_seldom(f"{self._sink.name} refused {error.reason}", _line(str(error)))
@@ -561,12 +563,43 @@ class Delivery:
 
     def _note_taken(self, one: WaitingRequest, refused: Counter[str]) -> None:
         """Counts what the back-end has taken of a request, and what it has not."""
+        dropped = min(self._note_refused(refused), one.samples)
+        self._done(one, _PARTLY, dropped, is_sent=True)
+
+    def _keep_rest(self, one: WaitingRequest, rest: Rest) -> None:
+        """Lets that wait alone which is to be sent again of a request.
+
+        Who takes this queue over knows its files: then all is sent again, and so without room for
+        a file of the rest.
+        """
+        body, samples = rest.request.body, min(rest.request.samples, one.samples)
+        left = one._replace(samples=samples, checksum=zlib.crc32(body), size_bytes=len(body))
+        with self._lock:
+            is_ours = not self._is_closed and self._waiting and self._waiting[0] is one
+            if not is_ours or left.name == one.name:
+                return
+            try:
+                self._write(left, body)
+                self._aside(left).rename(self._folder / left.name)
+            except OSError:
+                return
+            self._waiting[0] = left
+            self._bytes += left.size_bytes
+            self._forget(one)
+        refused = min(self._note_refused(rest.refused), one.samples - samples)
+        if refused:
+            self.lose(refused, _PARTLY)
+        taken_bytes = max(0, one.size_bytes - left.size_bytes)
+        self._counts.note_sent(one.samples - samples - refused, taken_bytes, self._clock())
+
+    def _note_refused(self, refused: Counter[str]) -> int:
+        """Says what was refused of a request; returns how much that is."""
         for words, samples in refused.items():
             self._log.say_seldom(
                 f"{self._sink.name} refused in part",
                 f"sink {self._sink.name}: {samples:,} samples refused: {_line(words)}",
             )
-        self._done(one, _PARTLY, min(refused.total(), one.samples), is_sent=True)
+        return refused.total()
 
     def _done(
         self,

@@ -17,14 +17,14 @@ import gzip
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from aiflame.agent.model.batch import Batch
 from aiflame.agent.reports.pprof_parts import ProfileField
 from aiflame.agent.reports.protowire import message_field, varint_field
 from aiflame.agent.sinks import pyroscope_limits
-from aiflame.agent.sinks.posting import NOT_LET_IN, Poster, PostSettings, check_files
+from aiflame.agent.sinks.posting import NOT_LET_IN, Answer, Poster, PostSettings, check_files
 from aiflame.agent.sinks.pprof_series import PprofTables
 from aiflame.agent.sinks.pushed import (
     PushedClass,
@@ -33,7 +33,8 @@ from aiflame.agent.sinks.pushed import (
     series_parts,
     shown_text,
 )
-from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
+from aiflame.agent.sinks.pushed_series import Failures, PushField, failures_of
+from aiflame.agent.sinks.requests import Request, Rest, SinkAway, SinkRefused
 from aiflame.agent.sinks.series_labels import (
     DEFAULT_LABELS,
     MAX_VALUE_BYTES,
@@ -47,15 +48,6 @@ _PATH = "/push.v1.PusherService/Push"
 _GZIP_LEVEL = 1
 
 _LATER = (408, 429, *NOT_LET_IN)
-
-
-class PushField:
-    """Of PushRequest, RawProfileSeries, RawSample and LabelPair of push.proto."""
-
-    SERIES = 1
-    LABELS, SAMPLES = 1, 2
-    RAW_PROFILE, ID = 1, 2
-    NAME, VALUE = 1, 2
 
 
 class _Type(NamedTuple):
@@ -170,10 +162,12 @@ class PyroscopeSink:
                     yield _Encoded.of(labels, type_, profile, begin_ns, batch, part.sample_count)
 
     def send(self, request: Request) -> Counter[str]:
-        """Send a request.
+        """Send a request; return about how many samples were refused, by what was said.
+
+        Of series that were refused, so many are counted as is their share of all stacks.
 
         Raises:
-            SinkAway: It is to be sent again.
+            SinkAway: It is to be sent again, or some of it.
             SinkRefused: It is not.
         """
         answer = self._poster.post(request.body)
@@ -182,9 +176,34 @@ class PyroscopeSink:
         if answer.is_taken:
             why = "no Pyroscope at this URL"
             raise SinkRefused(f"{self.name}: {why}: it answers {answer.words}", why)
-        if answer.status in _LATER or answer.status >= 500:
-            raise SinkAway(f"{self.name}: {answer.words}", answer.retry_after_s)
-        raise SinkRefused(f"{self.name}: {answer.words}", answer.reason)
+        is_final = answer.status not in _LATER and answer.status < 500
+        words = f"{self.name}: {answer.words}"
+        failures = None
+        if not answer.is_cut:
+            failures = failures_of(request.body, answer.body, is_final=is_final)
+        if failures is not None:
+            return self._told_apart(request, failures, answer, words)
+        if not is_final:
+            raise SinkAway(words, answer.retry_after_s)
+        raise SinkRefused(words, answer.reason)
+
+    def _told_apart(
+        self, request: Request, failures: Failures, answer: Answer, words: str
+    ) -> Counter[str]:
+        series, refused, later = failures
+        if len(later) == len(series):
+            raise SinkAway(words, answer.retry_after_s)
+        if len(refused) == len(series):
+            raise SinkRefused(words, answer.reason)
+        counted: Counter[str] = Counter()
+        if refused:
+            counted[answer.words] = failures.samples(refused, request.samples)
+        if not later:
+            return counted
+        body = b"".join(one.field for one in later)
+        samples = failures.samples(later, request.samples)
+        rest = replace(request, body=body, samples=samples)
+        raise SinkAway(words, answer.retry_after_s, Rest(rest, counted))
 
 
 class _Encoded(NamedTuple):

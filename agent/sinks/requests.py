@@ -21,11 +21,15 @@ class SinkAway(AiflameError):
 
     Attributes:
         retry_after_s: When, as the back-end says; None where it does not.
+        rest: What is to be sent again, where the back-end has taken some; None for all.
     """
 
-    def __init__(self, why: str, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, why: str, retry_after_s: float | None = None, rest: Rest | None = None
+    ) -> None:
         super().__init__(why)
         self.retry_after_s = retry_after_s
+        self.rest = rest
 
 
 class SinkRefused(AiflameError):
@@ -56,6 +60,19 @@ class Request:
     body: bytes
     begin_unix_ns: int
     samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is left of a request of which a back-end has taken some.
+
+    Attributes:
+        request: What is to be sent again.
+        refused: How many samples never are, by what the back-end says.
+    """
+
+    request: Request
+    refused: Counter[str]
 
 
 class RequestSink(Protocol):

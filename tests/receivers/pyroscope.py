@@ -64,6 +64,8 @@ class Pyroscope:
     authorization: str = ""
     old_status: int = 400
     burst_bytes: int = 2_000_000
+    is_unknown: bool = False  # errors of series have no code of their own: Connect makes it a 500
+    faults: dict[str, tuple[int, str]] = field(default_factory=dict)  # by service, for its next one
     series: dict[tuple[str, SeriesLabels], Stored] = field(default_factory=dict)
     ids: list[str] = field(default_factory=list)
 
@@ -90,14 +92,38 @@ class Pyroscope:
         except DecodeError as error:
             raise Refused(400, "invalid_argument", str(error)) from error
         _need(request.series, "no series")
-        checked = [self._series(series) for series in request.series]
-        size = sum(raw for _, profiles in checked for raw, _ in profiles)
-        _need(size <= self.burst_bytes, "rate limit", 429, "resource_exhausted")
-        for labels, profiles in checked:
-            for _, profile in profiles:
-                self._store(labels, profile)
+        self._push_batch([(one, sample) for one in request.series for sample in one.samples])
 
-    def _series(self, series: Any) -> tuple[dict[str, str], list[tuple[int, Any]]]:
+    def _push_batch(self, samples: list[tuple[Any, Any]]) -> None:
+        """Pushes each by itself, and tells of those that failed in one text."""
+        self.ids += [sample.ID for _, sample in samples]
+        failed = []
+        self._left_bytes = self.burst_bytes
+        for at, (series, sample) in enumerate(samples):
+            if error := self._push_series(series, sample):
+                which = f"push series with index {at} and id {sample.ID}"
+                failed.append((error, f"{which} failed: {error.code}: {error}"))
+        if not failed:
+            return
+        many = f"{len(failed)} errors: " if len(failed) > 1 else ""
+        first = failed[0][0]
+        status, code = (500, "unknown") if self.is_unknown else (first.status, first.code)
+        raise Refused(status, code, many + "; ".join(text for _, text in failed))
+
+    def _push_series(self, series: Any, sample: Any) -> Refused | None:
+        try:
+            labels = self._labels(series)
+            size, profile = self._profile(sample.raw_profile)
+            _need(size <= self._left_bytes, "rate limit", 429, "resource_exhausted")
+            self._left_bytes -= size
+            if fault := self.faults.pop(labels.get("service_name", ""), None):
+                raise Refused(*fault, "a fault")
+            self._store(labels, profile)
+        except Refused as error:
+            return error
+        return None
+
+    def _labels(self, series: Any) -> dict[str, str]:
         labels = [(pair.name, pair.value) for pair in series.labels]
         _need(len(labels) <= 30, "max_label_names_per_series")
         _need(len(dict(labels)) == len(labels), "duplicate_label_names")
@@ -109,8 +135,7 @@ class Pyroscope:
         name = dict(labels).get("__name__", "")
         _need(_METRIC_NAME.fullmatch(name), f"no profile name: {name!r}")
         _need(series.samples, "no profiles")
-        self.ids += [sample.ID for sample in series.samples]
-        return dict(labels), [self._profile(sample.raw_profile) for sample in series.samples]
+        return dict(labels)
 
     def _profile(self, raw: bytes) -> tuple[int, Any]:
         if raw[:2] == b"\x1f\x8b":

@@ -17,7 +17,7 @@ from aiflame.agent.fleet import delivery as module
 from aiflame.agent.fleet.delivery import Counts, Delivery
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.model.batch import Batch
-from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
+from aiflame.agent.sinks.requests import Request, Rest, SinkAway, SinkRefused
 from support import wait_until
 
 _NOW_S = 2_000_000_000.0
@@ -137,6 +137,91 @@ def test_a_back_end_that_was_away_gets_everything_once(tmp_path: Path, log: Log)
     # AND the log has a line or two for it, not ten.
     said = (tmp_path / "log").read_text()
     assert 1 <= said.count("is away: 503") <= 2
+
+
+def _takes_some(request: Request) -> Counter[str]:
+    """Takes 5 samples of the first request, refuses 2, and wants 3 of them again."""
+    if request.body == b"0000":
+        raise SinkAway("429", rest=Rest(Request(b"rest", 0, 3), Counter(quota=2)))
+    return Counter()
+
+
+def test_what_a_back_end_has_taken_of_a_request_is_not_sent_again(tmp_path: Path, log: Log) -> None:
+    # GIVEN a back-end that takes some of a request, refuses some, and wants the rest again
+    sink = _Sink(_takes_some)
+    with _delivery(sink, tmp_path / "q", log) as delivery:
+        delivery.put([_request(0, 10), _request(1, 1)])
+        # WHEN all was sent THEN the rest was, alone and in its place, and all samples are counted
+        wait_until(lambda: delivery.state().waiting_requests == 0)
+        state = delivery.state()
+    assert sink.got == [b"rest", b"0001"]
+    assert state.sent_samples == 5 + 3 + 1
+    assert state.dropped_samples == {"refused in part": 2}
+    assert state.waiting_bytes == 0
+    assert not [*(tmp_path / "q").glob("*.request*")]
+
+
+def test_what_is_left_of_a_request_outlives_the_agent(tmp_path: Path, log: Log) -> None:
+    # GIVEN a back-end that has taken some of a request, and takes no more
+    def is_away_then(request: Request) -> Counter[str]:
+        if request.body == b"rest":
+            raise SinkAway("503")
+        return _takes_some(request)
+
+    with _delivery(_Sink(is_away_then), tmp_path / "q", log) as delivery:
+        delivery.put([_request(0, 10)])
+        wait_until(lambda: delivery.state().why_away == "503")
+    # WHEN another agent goes on THEN it sends what is left
+    sink = _Sink(_takes_some)
+    with _delivery(sink, tmp_path / "q", log) as delivery:
+        assert delivery.flush(time.monotonic() + 10)
+        assert delivery.state().sent_samples == 3
+    assert sink.got == [b"rest"]
+
+
+def test_whoever_takes_a_queue_over_loses_nothing_of_what_is_left(tmp_path: Path, log: Log) -> None:
+    # GIVEN a queue that is closed while a request of it is on its way
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def waits(request: Request) -> Counter[str]:
+        asked.set()
+        goes_on.wait(10)
+        return _takes_some(request)
+
+    with _delivery(_Sink(waits), tmp_path / "q", log) as before:
+        before.put([_request(0, 10)])
+        assert asked.wait(10)
+        before.close()
+        sink = _Sink(_takes)
+        after = Delivery(sink, tmp_path / "q", 1 << 20, log, lambda: _NOW_S, before=before)
+        # WHEN the back-end has taken some of it THEN who goes on sends all that may be missing
+        after.start()
+        goes_on.set()
+        assert after.flush(time.monotonic() + 10)
+        after.close()
+    assert sink.got == [b"0000"]
+
+
+def test_without_room_for_what_is_left_all_is_sent_again(
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[bytes] = []
+
+    def twice(request: Request) -> Counter[str]:
+        tries.append(request.body)
+        return _takes_some(request) if len(tries) == 1 else Counter()
+
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with _delivery(_Sink(twice), tmp_path / "q", log, starts=False) as delivery:
+        delivery.put([_request(0, 10)])
+        monkeypatch.setattr(delivery, "_write", is_full)
+        delivery.start()
+        wait_until(lambda: delivery.state().waiting_requests == 0)
+        assert delivery.state().sent_samples == 10
+        assert not delivery.state().dropped_samples
+    assert tries == [b"0000", b"0000"]
 
 
 def test_a_back_end_says_when_to_come_again(tmp_path: Path, log: Log) -> None:

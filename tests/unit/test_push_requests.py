@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import ssl
 import threading
@@ -10,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from aiflame.agent.sinks.requests import Request, RequestSink, SinkAway, SinkRef
 from certificates import certificate, certificate_of_authority
 from profiles import MS, RECORDING, small_profile
 from receivers import otlp, pyroscope
-from receivers.server import Reply, serving
+from receivers.server import Reply, Server, serving
 
 BEGIN_NS = RECORDING.started_unix_ns
 NOW_NS = BEGIN_NS + 60_000 * MS
@@ -218,6 +220,176 @@ def test_partial_success_of_more_than_was_sent_is_all_of_it() -> None:
         sink = _otlp(server.url)
         request = _request(sink)
         assert sink.send(request) == {"partial success without a reason": request.samples}
+
+
+# Series of one request, each of which a Pyroscope takes or refuses by itself.
+
+_FINAL, _LATER = (400, "invalid_argument"), (429, "resource_exhausted")
+
+
+def _request_of(sink: RequestSink, *services: str) -> Request:
+    batches = [Batch(Labels(name), small_profile(), BEGIN_NS, 60_000 * MS) for name in services]
+    (request,) = sink.encode(batches)
+    return request
+
+
+def _weights(receiver: pyroscope.Pyroscope) -> dict[str, int]:
+    """Returns what is stored of each service."""
+    found: Counter[str] = Counter()
+    for (_, labels), stored in receiver.series.items():
+        found[dict(labels)["service_name"]] += stored.stacks.total()
+    return dict(found)
+
+
+@pytest.mark.parametrize("is_unknown", [False, True])
+def test_series_that_were_refused_are_counted_alone(is_unknown: bool) -> None:
+    # GIVEN a Pyroscope that refuses one series of a request, whatever it calls that as a whole
+    receiver = pyroscope.Pyroscope(NOW_NS, faults={"b": _FINAL}, is_unknown=is_unknown)
+    with serving(receiver) as server:
+        sink = _pyroscope(server.url)
+        request = _request_of(sink, "a", "b", "c")
+        # WHEN it is sent THEN what is stored is not counted as refused, and nothing is sent again
+        ((words, samples),) = sink.send(request).items()
+    kinds = len(receiver.series)
+    assert "invalid_argument: a fault" in words
+    assert 0 < samples < request.samples // 3
+    stored = _weights(receiver)
+    assert stored["a"] == stored["c"] > stored["b"] > 0
+    assert kinds > 3
+
+
+@pytest.mark.parametrize("is_unknown", [False, True])
+def test_series_that_were_not_taken_are_sent_again_alone(is_unknown: bool) -> None:
+    # GIVEN a Pyroscope that has no room for one series of a request just now, and refuses another
+    faults = {"b": _LATER, "c": _FINAL}
+    receiver = pyroscope.Pyroscope(NOW_NS, faults=faults, is_unknown=is_unknown)
+    with serving(receiver) as server:
+        sink = _pyroscope(server.url)
+        request = _request_of(sink, "a", "b", "c")
+        with pytest.raises(SinkAway) as away:
+            sink.send(request)
+        rest = away.value.rest
+        assert rest is not None
+        sent = receiver.ids.copy()
+        # WHEN what is left is sent THEN it is that series, and all but the refused one is stored
+        assert sink.send(rest.request) == Counter()
+    (again,) = receiver.ids[len(sent) :]
+    assert sent.count(again) == 1
+    stored = _weights(receiver)
+    assert stored["a"] == stored["b"] > stored["c"]
+    assert rest.request.begin_unix_ns == request.begin_unix_ns
+    assert 0 < rest.request.samples < request.samples // 3
+    assert 0 < rest.refused.total() <= rest.request.samples + 1
+
+
+@pytest.mark.parametrize("is_unknown", [False, True])
+def test_all_series_that_fail_are_the_request(is_unknown: bool) -> None:
+    receiver = pyroscope.Pyroscope(NOW_NS + 2 * pyroscope.HOUR_NS, is_unknown=is_unknown)
+    with serving(receiver) as server:
+        sink = _pyroscope(server.url)
+        with pytest.raises(SinkRefused, match="not_in_ingestion_window"):
+            sink.send(_request_of(sink, "a", "b"))
+        receiver.now_ns, receiver.burst_bytes = NOW_NS, 1
+        with pytest.raises(SinkAway, match="rate limit") as away:
+            sink.send(_request_of(sink, "a", "b"))
+        assert away.value.rest is None
+
+
+_ID = "{id}"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "push series with index 1 and id 00000000-0000-0000-0000-000000000000 failed: unknown: x",
+        f"push series with index 0 and id {_ID} failed: unknown: x",
+        f"push series with index 99 and id {_ID} failed: unknown: x",
+        f"push series with index {'9' * 4_000} and id {_ID} failed: unknown: x",
+        f"push series with index -1 and id {_ID} failed: unknown: x",
+        f"push series with index 1 and id {_ID}",
+        f"2 errors: push series with index 1 and id {_ID} failed: unknown: x",
+        f"3 errors: {f'push series with index 1 and id {_ID} failed: unknown: x; ' * 3}",
+        f"{'9' * 4_000} errors: push series with index 1 and id {_ID} failed: unknown: x",
+        "push series with index 1 and id " * 20_000,
+        17,
+        None,
+        [],
+        {"message": "x"},
+    ],
+)
+@pytest.mark.parametrize("status", [400, 503])
+def test_what_does_not_tell_series_apart_is_of_the_request(message: object, status: int) -> None:
+    receiver = pyroscope.Pyroscope(NOW_NS)
+    with serving(receiver) as server:
+        sink = _pyroscope(server.url)
+        request = _request_of(sink, "a", "b")
+        sink.send(request)
+        if isinstance(message, str):
+            message = message.replace(_ID, receiver.ids[1])
+        answer = json.dumps({"code": "unknown", "message": message}).encode()
+        _is_of_the_whole(sink, request, server, Reply(status, answer))
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 900_000, b"\xff" * 9, b"{}", b"7", b"null"])
+@pytest.mark.parametrize("status", [400, 503])
+def test_an_error_that_is_no_connect_is_of_the_request(body: bytes, status: int) -> None:
+    with serving(pyroscope.Pyroscope(NOW_NS)) as server:
+        sink = _pyroscope(server.url)
+        _is_of_the_whole(sink, _request_of(sink, "a", "b"), server, Reply(status, body))
+
+
+def test_an_error_that_is_cut_is_of_the_request() -> None:
+    receiver = pyroscope.Pyroscope(NOW_NS)
+    with serving(receiver) as server:
+        sink = _pyroscope(server.url)
+        request = _request_of(sink, "a", "b")
+        sink.send(request)
+        text = (
+            f"push series with index 1 and id {receiver.ids[1]} failed: unknown: {'x' * (2 << 20)}"
+        )
+        answer = json.dumps({"code": "unknown", "message": text}).encode()
+        _is_of_the_whole(sink, request, server, Reply(503, answer))
+
+
+def _is_of_the_whole(sink: RequestSink, request: Request, server: Server, reply: Reply) -> None:
+    server.answers = [reply]
+    with pytest.raises((SinkRefused, SinkAway)) as failed:
+        sink.send(request)
+    if reply.status == 503:
+        assert isinstance(failed.value, SinkAway)
+        assert failed.value.rest is None
+    else:
+        assert isinstance(failed.value, SinkRefused)
+
+
+def test_labels_forge_no_failure_of_another_series() -> None:
+    # GIVEN an error that quotes what a target calls itself
+    receiver = pyroscope.Pyroscope(NOW_NS)
+    with serving(receiver) as server:
+        sink = _pyroscope(server.url)
+        request = _request_of(sink, "a", "b", "c")
+        sink.send(request)
+        forged = f"push series with index 0 and id {'0' * 36} failed: unknown: x; "
+        text = f"push series with index 1 and id {receiver.ids[1]} failed: invalid_argument: "
+        answer = json.dumps({"code": "unknown", "message": text + forged}).encode()
+        server.answers = [Reply(400, answer)]
+        # WHEN it is read THEN what has no id of the request's counts for nothing
+        refused = sink.send(request)
+    assert 0 < refused.total() < request.samples
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 100, -1])
+def test_a_request_that_is_damaged_fails_as_a_whole(cut: int) -> None:
+    receiver = pyroscope.Pyroscope(NOW_NS)
+    with serving(receiver) as server:
+        sink = _pyroscope(server.url)
+        request = _request_of(sink, "a", "b")
+        sink.send(request)
+        text = f"push series with index 1 and id {receiver.ids[1]} failed: invalid_argument: x"
+        answer = json.dumps({"code": "unknown", "message": text}).encode()
+        _is_of_the_whole(
+            sink, replace(request, body=request.body[:cut]), server, Reply(400, answer)
+        )
 
 
 # Servers that are not there, or hang.
