@@ -213,6 +213,8 @@ def _complaint(name: str, settings: Any) -> str:
         return f"{name}: {error}"
     except OSError as error:
         return f"{name}: {settings.url} cannot be reached: {error.strerror or error}"
+    except UnicodeError:
+        return f"{name}: {settings.url} cannot be reached: no host can have that name"
     if has_secret and is_insecure and not is_loopback(host):
         way = "any certificate is trusted" if is_tls else "there is no TLS"
         return f"{name}: others on the way to {settings.url} can read its secret: {way}"

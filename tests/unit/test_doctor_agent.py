@@ -145,6 +145,12 @@ def test_back_end_that_does_not_answer_is_named(tmp_path: Path, listening_port: 
     assert finding.text == f"pyroscope: {url} cannot be reached: Connection refused"
 
 
+def test_back_end_of_an_impossible_name_is_named(tmp_path: Path) -> None:
+    finding = agent.back_ends(_context(tmp_path, '[sinks.otlp]\nurl = "http://no..host"'))
+    assert finding.status is Status.WARN
+    assert finding.text.startswith("otlp: http://no..host cannot be reached: ")
+
+
 def test_back_ends_are_asked_as_their_sinks_ask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
