@@ -6,6 +6,7 @@ It does not wait for whoever reads that, and knows when nobody can any more.
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import stat
@@ -38,7 +39,7 @@ class ProgressPrinter:
         self._live = False
         self._waiting: list[str] = []
         # Of its own: once a message was not taken, the stream leads to /dev/null.
-        self._reader_fd = os.dup(stream.fileno()) if _has_reader(stream) else None
+        self._reader_fd = _reader_of(stream)
 
     @property
     def is_hung_up(self) -> bool:
@@ -96,11 +97,26 @@ class ProgressPrinter:
             self.say(line)
 
     def _has_room(self) -> bool:
+        descriptor = _descriptor_of(self._stream)
+        if descriptor is None:
+            return True
         poll = select.poll()
-        poll.register(self._stream.fileno(), select.POLLOUT)
+        poll.register(descriptor, select.POLLOUT)
         return any(events & select.POLLOUT for _, events in poll.poll(0))
 
 
-def _has_reader(stream: TextIO) -> bool:
-    mode = os.fstat(stream.fileno()).st_mode
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+def _descriptor_of(stream: TextIO) -> int | None:
+    """Returns a stream's descriptor, None where it is in memory."""
+    try:
+        return stream.fileno()
+    except io.UnsupportedOperation:
+        return None
+
+
+def _reader_of(stream: TextIO) -> int | None:
+    """Returns a descriptor of the pipe or socket that a stream is, None where it is none."""
+    descriptor = _descriptor_of(stream)
+    if descriptor is None:
+        return None
+    mode = os.fstat(descriptor).st_mode
+    return os.dup(descriptor) if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else None
