@@ -8,8 +8,10 @@ first line is its help. Adding one is a new module and a line in VERBS.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
+import io
 import os
 import resource
 import select
@@ -22,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 
 from aiflame.agent import __version__, priority
-from aiflame.agent.commands.messages import open_standard_streams, tell
+from aiflame.agent.commands.messages import lead_nowhere, open_standard_streams, tell
 from aiflame.agent.errors import Aborted, AiflameError
 from aiflame.agent.redaction import redacted
 
@@ -150,6 +152,11 @@ def _is_output_closed() -> bool:
     return bool(poll.poll(0))
 
 
+def _give_up_output() -> None:
+    with contextlib.suppress(io.UnsupportedOperation):  # it is in memory
+        lead_nowhere(sys.stdout.fileno())
+
+
 def _deleted_folder(error: Exception) -> AiflameError | None:
     """Returns what to say where a relative path has no folder any more (getcwd(3), ENOENT)."""
     if isinstance(error, FileNotFoundError):
@@ -201,12 +208,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
+        _give_up_output()  # else what is left would be written at exit, to whoever does not read
         _print_error(Aborted("interrupted"))
         return _EXIT_SIGINT
     except Exception as error:  # a user never sees a traceback but with -vv
         if isinstance(error, BrokenPipeError) and _is_output_closed():
-            # Nobody reads on. Python would complain once more when it flushes at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _give_up_output()  # else Python would complain once more when it flushes at exit
             return _EXIT_SIGPIPE
         if verbose > 1:
             tell(sys.stderr, traceback.format_exc())

@@ -26,7 +26,7 @@ class _StandardOutput(WaitingFile):
         except BrokenPipeError:
             raise
         except OSError as error:
-            _lead_nowhere(self.fileno())
+            lead_nowhere(self.fileno())
             hint = room_hint() if error.errno in (*DISK_FULL, errno.EFBIG) else None
             reason = (error.strerror or str(error)).lower()
             raise AiflameError(f"cannot write standard output: {reason}", hint) from error
@@ -68,12 +68,13 @@ def tell(stream: TextIO, text: str) -> bool:
         stream.write(text)
         stream.flush()
     except OSError:
-        _lead_nowhere(stream.fileno())
+        lead_nowhere(stream.fileno())
         return False
     return True
 
 
-def _lead_nowhere(descriptor: int) -> None:
+def lead_nowhere(descriptor: int) -> None:
+    """Has a descriptor lead to /dev/null: what is written to it is not wanted any more."""
     nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)

@@ -380,9 +380,10 @@ def test_a_terminal_that_is_gone(busy: subprocess.Popen[bytes], tmp_path: Path) 
 
 
 def _hung_up(recording: Recording) -> None:
-    """Takes the reader of its standard error away, as where an ssh without a terminal is cut."""
-    assert recording.process.stderr is not None
-    recording.process.stderr.close()
+    """Takes the reader of its output away, as where an ssh without a terminal is cut."""
+    for stream in (recording.process.stdout, recording.process.stderr):
+        assert stream is not None
+        stream.close()
 
 
 def test_a_reader_that_goes_ends_a_recording_in_order(
