@@ -79,7 +79,6 @@ _MAY_OPEN = {
     "agent/recording/recorder.py": "the directory of the cgroup that is recorded",
     # Ours to the end.
     "agent/processes/cgroup_ids.py": "where cgroups are mounted",
-    "agent/cli.py": "/dev/null",
     "agent/fleet/naming.py": "the same",
     "agent/inspector/forking.py": "the same",
     "agent/commands/messages.py": "/dev/null and the standard streams",
