@@ -50,6 +50,8 @@ HELPER = ROOT / "gpu/nvidia/helper"
 _CONTROL = struct.Struct("<8I")
 _MAGIC, _START, _STOP = 0x63666961, 1, 2
 MEMFD = "/memfd:aiflame-"
+# Of a helper that only its test knows.
+_ALONE = '-DMEMORY_NAME=\\"aiflame-alone\\"'
 # memory_header.control_fd
 _CONTROL_FD = struct.Struct("<i")
 _CONTROL_FD_AT = 48
@@ -72,6 +74,14 @@ def build(folder: Path, *flags: str, without: str = "") -> Path:
     library = folder / "libaiflame-nvidia.so"
     subprocess.run([*make, "-C", HELPER, f"OUT={library}", extra], check=True)
     return folder
+
+
+def build_alone(folder: Path, *flags: str, without: str = "") -> Path:
+    """The same, of which recorders of the whole machine do not find the helper.
+
+    Other tests run such recorders at the same time, which ask each helper for what they want.
+    """
+    return build(folder, *flags, _ALONE, without=without)
 
 
 @dataclass

@@ -32,7 +32,7 @@ from aiflame.gpu.protocol import (
 from aiflame.gpu.ring import HEADER_BYTES, Record
 from hypothesis import given
 from hypothesis import strategies as st
-from nvidia_helper import Target, build
+from nvidia_helper import Target, build_alone
 
 _RING = 256
 _AT = HEADER_BYTES + _RING
@@ -178,7 +178,7 @@ def test_reasons_are_as_many_as_they_say() -> None:
 
 
 def test_the_reference_sender_speaks_the_protocol(tmp_path: Path) -> None:
-    folder = build(tmp_path)
+    folder = build_alone(tmp_path)
     with Target(folder, program=folder / "sender") as target:
         # GIVEN a sender that nobody has started
         told = target.read()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.gpu.protocol import HelperError, HelperLoss, HelperTier
-from nvidia_helper import HELPER, STANDIN, Target, Told, build
+from nvidia_helper import HELPER, STANDIN, Target, Told, build_alone
 
 _SETUP = ("init", "context 0", "module 1000", "function 0 scale", "function 0 fill", "stream")
 # Two graphs: of one kernel, and of two.
@@ -29,7 +29,7 @@ _KNOWN = "cupti=130100 driver=13000"
 
 @pytest.fixture(scope="module")
 def standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("standin"))
+    return build_alone(tmp_path_factory.mktemp("standin"))
 
 
 def _second_session(target: Target, replays: Sequence[int]) -> list[tuple[int, list[str], int]]:
@@ -106,7 +106,7 @@ def test_wrong_numbers_are_found_out(
     tmp_path: Path, words: str, flags: list[str], why: str
 ) -> None:
     # GIVEN a CUPTI of which nothing is known beforehand
-    with Target(build(tmp_path, *flags), words) as target:
+    with Target(build_alone(tmp_path, *flags), words) as target:
         found = _second_session(target, _REPLAYS)
     # THEN it is found out, once
     assert _errors(target.told) == {(HelperError.GRAPH_IDS, why): 1}
@@ -137,7 +137,7 @@ def test_a_later_version_is_believed(standin: Path) -> None:
 
 def test_what_order_does_not_tell_is_counted(tmp_path: Path) -> None:
     # GIVEN two graphs, and a CUPTI that does not tell which is which
-    folder = build(tmp_path, without="cuptiGetGraphExecId")
+    folder = build_alone(tmp_path, without="cuptiGetGraphExecId")
     with Target(folder, f"old-graphs {_KNOWN}") as target:
         found = _second_session(target, _REPLAYS)
         told = target.read_until(lambda told: told.losses)

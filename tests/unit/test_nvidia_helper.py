@@ -34,7 +34,7 @@ from nvidia_helper import (
     Helped,
     Target,
     Told,
-    build,
+    build_alone,
 )
 from support import wait_until
 
@@ -47,7 +47,7 @@ _STALL = "smsp__pcsamp_warps_issue_stalled_"
 
 @pytest.fixture(scope="session")
 def standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("standin"))
+    return build_alone(tmp_path_factory.mktemp("standin"))
 
 
 def _samples_of(kernel: str, blocks: int) -> Counter[tuple[str, int, str]]:
@@ -330,7 +330,7 @@ def test_a_duty_cycle_pauses_stalls_and_no_times(standin: Path) -> None:
 @pytest.mark.breadth
 def test_a_duty_cycle_leaves_no_facts(tmp_path: Path) -> None:
     # GIVEN one that is a hundred times as fast
-    folder = build(tmp_path, "-DDUTY_NS=100000000ull")
+    folder = build_alone(tmp_path, "-DDUTY_NS=100000000ull")
     with Target(folder, gpu=_ALL) as target:
         target.obey(*_SETUP)
         with target.control() as control:
@@ -360,7 +360,7 @@ def test_more_than_always_is_always(standin: Path) -> None:
 @pytest.mark.breadth
 def test_samples_of_other_duty_cycles_stand_for_all_of_the_time(tmp_path: Path) -> None:
     # GIVEN a cycle of half a second, and a program whose device is always busy
-    folder, host = build(tmp_path, "-DDUTY_NS=500000000ull"), Host()
+    folder, host = build_alone(tmp_path, "-DDUTY_NS=500000000ull"), Host()
     with Target(folder, gpu=_ALL) as target:
         target.obey(*_SETUP, "launch 0 1 1 0")
         target.read_until(_samples)
@@ -408,7 +408,7 @@ class _Piped:
 
 def test_who_comes_second_leaves_what_the_first_has_asked_for(tmp_path: Path) -> None:
     # GIVEN a recorder that samples a tenth of the time, and a ring that has gone round since
-    folder = build(tmp_path, "-DDUTY_NS=200000000ull", "-DWINDOWS_NS=200000000ull")
+    folder = build_alone(tmp_path, "-DDUTY_NS=200000000ull", "-DWINDOWS_NS=200000000ull")
     with Target(folder, gpu="tier=2,duty=1000,read-out=20") as target:
         target.obey(*_SETUP)
         with target.control() as first, target.control() as second:
@@ -437,7 +437,7 @@ def test_who_comes_second_leaves_what_the_first_has_asked_for(tmp_path: Path) ->
 
 
 def test_graphs_and_modules_without_end_leave_room_for_names(tmp_path: Path) -> None:
-    folder = build(tmp_path, "-DMOST_NODES=20", "-DMOST_RELOADS=3")
+    folder = build_alone(tmp_path, "-DMOST_NODES=20", "-DMOST_RELOADS=3")
     with Target(folder, gpu=_ALL) as target:
         target.obey(*_SETUP)
         with target.control():
@@ -538,7 +538,7 @@ def test_it_comes_back_when_another_profiler_has_gone(standin: Path) -> None:
 
 
 def test_times_that_another_profiler_took_are_asked_for_anew(tmp_path: Path) -> None:
-    standin = build(tmp_path, "-DQUIET_NS=500000000ull")
+    standin = build_alone(tmp_path, "-DQUIET_NS=500000000ull")
     with Target(standin, gpu="tier=1,read-out=20") as target:
         target.obey(*_SETUP)
         with target.control():
@@ -557,7 +557,7 @@ def test_times_that_another_profiler_took_are_asked_for_anew(tmp_path: Path) -> 
 
 
 def test_a_program_that_launches_nothing_is_not_asked_anew(tmp_path: Path) -> None:
-    standin = build(tmp_path, "-DQUIET_NS=500000000ull")
+    standin = build_alone(tmp_path, "-DQUIET_NS=500000000ull")
     with Target(standin, gpu="tier=1,read-out=10") as target:
         target.obey(*_SETUP)
         with target.control() as control:
@@ -692,7 +692,7 @@ def test_a_name_at_the_place_of_another_one_is_told(standin: Path) -> None:
 
 @pytest.mark.breadth
 def test_names_that_are_copied_each_time_end_sampling(tmp_path: Path) -> None:
-    folder = build(tmp_path, "-DPOINTER_SLOTS=64")
+    folder = build_alone(tmp_path, "-DPOINTER_SLOTS=64")
     with Target(folder, "copies", gpu=_ALL) as target:
         target.obey(*_SETUP)
         with target.control():
@@ -706,7 +706,7 @@ def test_names_that_are_copied_each_time_end_sampling(tmp_path: Path) -> None:
 @pytest.mark.breadth
 def test_names_of_kernels_that_are_compiled_for_weeks_do_not_end_it(tmp_path: Path) -> None:
     # GIVEN a process that has so many names only after long
-    folder = build(tmp_path, "-DPOINTER_SLOTS=64", "-DCOPIES_NS=0")
+    folder = build_alone(tmp_path, "-DPOINTER_SLOTS=64", "-DCOPIES_NS=0")
     with Target(folder, "copies", gpu=_ALL) as target:
         target.obey(*_SETUP)
         with target.control():
@@ -758,7 +758,7 @@ def test_sampling_begins_anew_when_no_stream_is_captured(standin: Path) -> None:
 
 @pytest.mark.breadth
 def test_a_capture_without_end_is_waited_for_in_vain_for_a_while_only(tmp_path: Path) -> None:
-    folder = build(tmp_path, "-DCAPTURE_NS=1000000000ull")
+    folder = build_alone(tmp_path, "-DCAPTURE_NS=1000000000ull")
     with Target(folder, gpu=_ALL) as target:
         # GIVEN a stream that is captured, and never ends that
         target.obey("init", "stream", "capture 1", "context 0", "module 100", "function 0 scale")
@@ -773,7 +773,7 @@ def test_a_capture_without_end_is_waited_for_in_vain_for_a_while_only(tmp_path: 
 
 @pytest.mark.breadth
 def test_captures_that_overlap_are_waited_for_from_the_latest_on(tmp_path: Path) -> None:
-    folder = build(tmp_path, "-DCAPTURE_NS=1000000000ull")
+    folder = build_alone(tmp_path, "-DCAPTURE_NS=1000000000ull")
     with Target(folder, gpu=_ALL) as target:
         # GIVEN a capture, and another one that begins before that ends, and has no end
         target.obey("init", "stream", "stream", "capture 1")
@@ -968,7 +968,7 @@ def test_versions_that_are_too_old(
     ],
 )
 def test_functions_that_are_missing(tmp_path: Path, symbol: str, tier: HelperTier) -> None:
-    folder = build(tmp_path, without=symbol)
+    folder = build_alone(tmp_path, without=symbol)
     with Target(folder, gpu=_ALL) as target:
         target.obey(*_SETUP, "launch 0 100 1 0", "sync")
         with target.control():
@@ -1196,7 +1196,7 @@ def test_without_memory_for_the_ring_there_is_no_helper(standin: Path, tmp_path:
     with Target(standin, gpu=_ALL, environment=limits) as target:
         target.obey(*_SETUP, "launch 0 1 10 0", "sync")
         assert target.threads() == {"program"}
-        assert "aiflame-nvidia (deleted)" not in Path(f"/proc/{target.pid}/maps").read_text()
+        assert f"{MEMFD}alone (deleted)" not in Path(f"/proc/{target.pid}/maps").read_text()
         target.send("exit 0")
         assert target.process.wait(10) == 0
 
@@ -1247,8 +1247,8 @@ def test_the_oldest_sufficient_one_of_those_installed_is_chosen(
         pytest.skip("no CUDA runtime may be installed for this")
     folder = _without_cupti(standin, tmp_path)
     for name, version in (("libcupti.so.12", older), ("libcupti.so.13", newer)):
-        made = build(tmp_path / f"of-{version}", f"-DCUPTI_VERSION={version}") / "libcupti.so.12"
-        shutil.copy(made, folder / name)
+        made = build_alone(tmp_path / f"of-{version}", f"-DCUPTI_VERSION={version}")
+        shutil.copy(made / "libcupti.so.12", folder / name)
     with Target(folder, f"driver={driver}", gpu=_ALL) as target:
         target.obey(*_SETUP)
         with target.control():
@@ -1290,7 +1290,7 @@ def test_a_real_cupti_that_refuses_is_told(standin: Path, tmp_path: Path) -> Non
 )
 @pytest.mark.breadth
 def test_sanitizers_find_nothing(tmp_path: Path, sanitizer: str, options: dict[str, str]) -> None:
-    folder = build(tmp_path, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
+    folder = build_alone(tmp_path, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
     with Target(folder, gpu=_ALL, environment=options) as target:
         target.obey(*_SETUP)
         with target.control() as control:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiflame.gpu.protocol import HelperError, HelperLoss, HelperTier, Serialised, Why
-from nvidia_helper import SAMPLES_OF_BLOCK, Control, Target, Told, build
+from nvidia_helper import SAMPLES_OF_BLOCK, Control, Target, Told, build_alone
 from support import wait_until
 
 # A window of 100 ms in each 400, the first after 40.
@@ -31,7 +31,7 @@ _TWIN = "_not_issued"
 
 @pytest.fixture(scope="module")
 def standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("standin"), _WINDOWS)
+    return build_alone(tmp_path_factory.mktemp("standin"), _WINDOWS)
 
 
 def _samples(told: Told) -> bool:
@@ -223,7 +223,7 @@ def test_no_window_begins_in_a_capture(standin: Path) -> None:
 
 def test_what_finds_no_room_is_told_without_its_launch(tmp_path: Path) -> None:
     # GIVEN a buffer for one kernel, and kernels that come faster than it is read
-    folder = build(tmp_path, _WINDOWS, "-DMOST_SERIALISED_PCS=4")
+    folder = build_alone(tmp_path, _WINDOWS, "-DMOST_SERIALISED_PCS=4")
     with Target(folder, gpu=_ALL) as target:
         target.obey(*_SETUP)
         with target.control():
@@ -312,7 +312,7 @@ def test_a_stop_waits_for_the_end_of_a_capture(standin: Path) -> None:
 @pytest.mark.breadth
 def test_a_pause_that_waits_for_a_capture_looks_for_its_end_seldom(tmp_path: Path) -> None:
     # GIVEN a capture in which a pause is due: 50 ms after sampling began
-    folder = build(tmp_path, "-DDUTY_NS=100000000ull")
+    folder = build_alone(tmp_path, "-DDUTY_NS=100000000ull")
     with _captured(folder) as (target, control):
         control.start(duty=500, read_out_ms=1_000)
         target.read_until(lambda told: told.states[-1].duty_permille == 500)
@@ -367,7 +367,7 @@ def test_a_start_takes_a_stop_back_that_waits(standin: Path) -> None:
 
 @pytest.mark.breadth
 def test_a_stop_waits_for_a_capture_without_end_for_a_while_only(tmp_path: Path) -> None:
-    folder = build(tmp_path, "-DCAPTURE_NS=1000000000ull")
+    folder = build_alone(tmp_path, "-DCAPTURE_NS=1000000000ull")
     with _captured(folder) as (target, control):
         control.stop()
         told = target.read_until(_is_off)
@@ -415,7 +415,7 @@ def test_sanitizers_find_nothing_in_windows(
     tmp_path: Path, sanitizer: str, options: dict[str, str]
 ) -> None:
     flags = (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", _WINDOWS)
-    folder = build(tmp_path, *flags)
+    folder = build_alone(tmp_path, *flags)
     with Target(folder, gpu=_ALL, environment=options) as target:
         target.obey(*_SETUP)
         with target.control() as control:
