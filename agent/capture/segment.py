@@ -42,6 +42,7 @@ from aiflame.agent.model.window import (
     rows_of,
     with_texts,
 )
+from aiflame.agent.rows import join_rows, take_rows
 
 MAGIC = b"AFLMSEG1"
 _FRAME = struct.Struct("<II")
@@ -392,11 +393,12 @@ class SegmentReader:
                     raise BadWindow(f"{name}: a row goes past the end of {column.parts}")
                 added = added.copy()
                 added["first"] += np.uint32(len(self._shared[column.parts]))
-                self._shared[column.parts] = np.concatenate([self._shared[column.parts], owned])
-            self._shared[name] = np.concatenate([self._shared[name], added])
+                owned = join_rows([self._shared[column.parts], owned], COLUMNS[column.parts].dtype)
+                self._shared[column.parts] = owned
+            self._shared[name] = join_rows([self._shared[name], added], column.dtype)
             if len(np.unique(numbers[name])) != len(numbers[name]):
                 raise BadWindow(f"{name}: a row is there twice")
-            columns[name] = self._shared[name][numbers[name]]
+            columns[name] = take_rows(self._shared[name], numbers[name])
             if column.parts:
                 if lengths(name, columns[name]).sum() > _MAX_PARTS:
                     raise BadWindow(f"{name}: more {column.parts} than any window has")

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from aiflame.agent import kernelfs
 from aiflame.agent.kernel.arch import this_architecture
 from aiflame.agent.kernel.syscalls import MapShape, bpf, create_map, ioctl, syscall, try_bpf
+from aiflame.agent.rows import join_rows
 
 _MAP_TYPE_ARRAY = 2
 _MAP_LOOKUP_ELEM, _MAP_UPDATE_ELEM, _MAP_DELETE_ELEM = 1, 2, 3
@@ -287,9 +288,10 @@ class Map:
 
     def _joined(self, take: bool) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         parts = list(self.chunks(take))
-        if not parts:
-            return np.zeros(0, self.key_dtype), np.zeros(0, self.value_dtype)
-        return np.concatenate([k for k, _ in parts]), np.concatenate([v for _, v in parts])
+        return (
+            join_rows([keys for keys, _ in parts], self.key_dtype),
+            join_rows([values for _, values in parts], self.value_dtype),
+        )
 
     def close(self) -> None:
         """Gives the descriptor back."""

@@ -37,6 +37,7 @@ from aiflame.agent.model.gpu import (
     Tier,
 )
 from aiflame.agent.model.profile import SampleClass, StopReason
+from aiflame.agent.rows import join_rows, take_rows
 
 Rows = npt.NDArray[np.void]
 
@@ -741,11 +742,11 @@ def concatenate(windows: Sequence[Window]) -> Window:
         if column.parts:
             columns[name], columns[column.parts] = _newest_with_parts(name, parts, windows)
         elif column.adds:
-            columns[name] = added_up(np.concatenate(parts), column)
+            columns[name] = added_up(join_rows(parts, column.dtype), column)
         elif column.key:
-            columns[name] = newest(np.concatenate(parts), column)
+            columns[name] = newest(join_rows(parts, column.dtype), column)
         else:
-            columns[name] = np.concatenate(parts)
+            columns[name] = join_rows(parts, column.dtype)
     columns["launches"] = join_runs(columns["launches"], columns["queue_waits"])
     return Window.of(
         first.number,
@@ -816,8 +817,7 @@ def _newest_at(rows: Rows, column: Column) -> npt.NDArray[np.int64]:
 
 def newest(rows: Rows, column: Column) -> Rows:
     """Returns the newest row of each key, in the order in which the keys came."""
-    found: Rows = rows[_newest_at(rows, column)]
-    return found
+    return take_rows(rows, _newest_at(rows, column))
 
 
 def _newest_with_parts(
@@ -830,9 +830,9 @@ def _newest_with_parts(
         copy["first"] += np.uint32(at)
         at += len(window.rows(column.parts))
         moved.append(copy)
-    rows = newest(np.concatenate(moved), column)
-    owned = np.concatenate([window.rows(column.parts) for window in windows])
-    return packed(name, rows, owned)
+    rows = newest(join_rows(moved, column.dtype), column)
+    owned = [window.rows(column.parts) for window in windows]
+    return packed(name, rows, join_rows(owned, COLUMNS[column.parts].dtype))
 
 
 def packed(name: str, rows: Rows, owned: Rows) -> tuple[Rows, Rows]:
@@ -840,7 +840,7 @@ def packed(name: str, rows: Rows, owned: Rows) -> tuple[Rows, Rows]:
     count = lengths(name, rows)
     ends = np.cumsum(count)
     inside = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - count, count)
-    kept = owned[np.repeat(rows["first"].astype(np.int64), count) + inside]
+    kept = take_rows(owned, np.repeat(rows["first"].astype(np.int64), count) + inside)
     moved = rows.copy()
     moved["first"] = ends - count
     return moved, kept
@@ -850,13 +850,12 @@ def added_up(rows: Rows, column: Column) -> Rows:
     """Returns one row of each key with its measures added up, in the order of the keys' coming."""
     keys = key_numbers(rows, column)
     keys, first, which = np.unique(keys, return_index=True, return_inverse=True)
-    found = rows[first]
+    found = take_rows(rows, first)
     for name in column.adds:
         total = np.zeros(len(keys), np.uint64)
         np.add.at(total, which, rows[name])
         found[name] = total
-    ordered: Rows = found[np.argsort(first)]
-    return ordered
+    return take_rows(found, np.argsort(first))
 
 
 # What launches of one run have in common.

@@ -36,6 +36,7 @@ from aiflame.agent.recording.cut_stacks import CutStack
 from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.sleep_walks import Sleeper, SleepWalks, run
 from aiflame.agent.recording.stacks import LATE_SLEEPS, LateWalk, Stacks, digest
+from aiflame.agent.rows import join_rows, take_rows
 
 Array = npt.NDArray[np.void]
 
@@ -204,9 +205,13 @@ class CutSleeps:
 
     def _look_at(self, pids: Sequence[int], now_ns: int) -> None:
         """Looks through the threads of processes; later again where tables are still built."""
-        tids, states = self._programs.threads.read_all()
-        is_due = np.isin(states["tgid"], pids)
-        tids, states = tids[is_due], states[is_due]
+        found_tids, found_states = [], []
+        for some_tids, some_states in self._programs.threads.chunks():
+            is_due = np.isin(some_states["tgid"], pids)
+            found_tids.append(some_tids[is_due])
+            found_states.append(take_rows(some_states, is_due))
+        tids = join_rows(found_tids, self._programs.threads.key_dtype)
+        states = join_rows(found_states, abi.THREAD_STATE_DTYPE)
         self._bring({*states["stack"][_are_asleep(states, now_ns)].tolist()})
         self._look(tids, states, now_ns)
         for pid, number in {*states[["tgid", "image"]].tolist()}:

@@ -25,6 +25,7 @@ from aiflame.agent.processes.threads import swept_threads
 from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.sleep_walks import Sleeper, SleepWalks, run
 from aiflame.agent.recording.stacks import SWEPT_STACKS, MadeStack, Stacks, digest
+from aiflame.agent.rows import take_rows
 
 Array = npt.NDArray[np.void]
 
@@ -123,15 +124,21 @@ class LongWaits:
         is_end = least_ns <= abi.OPEN_WAIT_NS
         if not is_end:
             most = min(most, self._affordable(now_ns))
-        waiting = _wait_keys(found) if self._tries else set()
-        self._tries = {key: n for key, n in self._tries.items() if key in waiting}
+        self._forget_tries(found)
         if not most or not len(found):
             return
-        found = found[self._order(found, now_ns, is_end=is_end)][:most]
+        found = take_rows(found, self._order(found, now_ns, is_end=is_end)[:most])
         self._walk_and_keep(found, now_ns)
         took_ns = time.thread_time_ns() - looked_ns
         self._walk_ns += _LATEST_SHARE * (took_ns / len(found) - self._walk_ns)
         self._saved_ns = max(self._saved_ns - took_ns, -self._most_saved_ns)
+
+    def _forget_tries(self, found: Array) -> None:
+        """Forgets how often waits were tried to be walked that are over."""
+        tried = np.fromiter((tid for tid, _ in self._tries), np.uint32, len(self._tries))
+        found = take_rows(found, np.isin(found["tid"], tried))
+        waiting = {*zip(found["tid"].tolist(), found["switched_ns"].tolist(), strict=True)}
+        self._tries = {key: n for key, n in self._tries.items() if key in waiting}
 
     def _looked(self, until_ns: int) -> Array | None:
         """Returns the threads that have slept since then, or since earlier, without a stack."""
@@ -142,7 +149,7 @@ class LongWaits:
             found = swept_threads(fd)
         except OSError:  # no memory for it just now
             return None
-        return found[found["switched_ns"] <= until_ns]
+        return take_rows(found, found["switched_ns"] <= until_ns)
 
     def _affordable(self, now_ns: int) -> int:
         """Returns how many may be walked between the ends of windows, of what was saved up."""
@@ -260,8 +267,3 @@ class LongWaits:
             if self._swept[tid][0] == switched_ns:
                 del self._swept[tid]
                 self._programs.swept_stacks.delete(tid.to_bytes(4, "little"))
-
-
-def _wait_keys(found: Array) -> set[tuple[int, int]]:
-    """Returns what tells waits apart: of which thread one is, and when it began."""
-    return {*found[["tid", "switched_ns"]].tolist()}

@@ -89,6 +89,7 @@ from aiflame.agent.recording.thread_times import (
     name_of,
 )
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
+from aiflame.agent.rows import take_rows
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.gpu.base import ALWAYS, Family, Loading, Wanted
 
@@ -1187,14 +1188,20 @@ def _bounds(target: Target, options: ProgramOptions) -> Bounds:
 def _by_weight(keys: npt.NDArray[np.void], values: npt.NDArray[np.void]) -> tuple[Part, Part]:
     """Returns sums of what counts as it is, and of what was chosen by chance."""
     is_exact = keys["weight"] == abi.WEIGHT_EXACT
-    return (keys[is_exact], values[is_exact]), (keys[~is_exact], values[~is_exact])
+    return _part(keys, values, is_exact), _part(keys, values, ~is_exact)
 
 
 def _by_stack(exact: Part) -> tuple[Part, Part]:
     """Returns exact sums, and apart from them those of long waits that nobody has walked."""
     keys, values = exact
     is_bare = keys["stack"] == abi.NOT_SAMPLED_STACK
-    return (keys[~is_bare], values[~is_bare]), (keys[is_bare], values[is_bare])
+    return _part(keys, values, ~is_bare), _part(keys, values, is_bare)
+
+
+def _part(
+    keys: npt.NDArray[np.void], values: npt.NDArray[np.void], which: npt.NDArray[np.bool_]
+) -> Part:
+    return take_rows(keys, which), take_rows(values, which)
 
 
 def _process_fd(pid: int) -> int | None:

@@ -19,6 +19,7 @@ from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import COLUMNS, OpenWindow
 from aiflame.agent.processes.table import ProcessTable
+from aiflame.agent.rows import join_rows, take_rows
 
 Array = npt.NDArray[Any]
 I64 = npt.NDArray[np.int64]
@@ -173,9 +174,8 @@ class ThreadTimes:
         late = ended[~is_over]
         # Also those that ended after their state was read.
         is_late = np.isin(name_of(tids, states["image"]), name_of(late["tid"], late["image"]))
-        tids, states = tids[~is_late], states[~is_late]
-        tids = np.concatenate([tids, late["tid"]])
-        states = np.concatenate([states, _states_of(late)])
+        tids = np.concatenate([tids[~is_late], late["tid"]])
+        states = join_rows([take_rows(states, ~is_late), _states_of(late)], abi.THREAD_STATE_DTYPE)
         is_there = states["first_seen_ns"] < boundary_ns
         is_unseen = _are_unseen(states)
         if is_last:
@@ -183,7 +183,8 @@ class ThreadTimes:
         else:
             is_there &= ~is_unseen
         slots = (0, 1) if is_last else (written,)
-        charged = self._charge(boundary_ns, tids[is_there], states[is_there], running, slots)
+        states = take_rows(states, is_there)
+        charged = self._charge(boundary_ns, tids[is_there], states, running, slots)
         self._boundary_ns = boundary_ns
         self._ends = bytearray(late.tobytes())
         keys, values = concatenated([*since_entered, *charged.parts, *self._not_run])
@@ -306,16 +307,17 @@ class ThreadTimes:
         known["by_chance"] = self._total(tids, states, at, is_same, slots)
         for name in ("tgid", "image", "started_ns"):
             known[name] = states[name]
-        known.sort(order="tid", kind="stable")
-        self._known = known
+        self._known = take_rows(known, np.argsort(tids, kind="stable"))
 
-        interval = np.where(is_crossed, crossing, _interval_of(states))
+        interval = _interval_of(states)
+        interval[is_crossed] = crossing[is_crossed]
         is_off = (is_open | is_crossed) & (interval["off_class"] != SampleClass.ON_CPU)
         begin_ns = np.where(
             is_late, interval["switched_ns"], np.maximum(interval["switched_ns"], self._boundary_ns)
         )
         parts = _parts(
-            boundary_ns, begin_ns[is_off], tids[is_off], states[is_off], interval[is_off]
+            *(boundary_ns, begin_ns[is_off], tids[is_off]),
+            *(take_rows(states, is_off), take_rows(interval, is_off)),
         )
         parts += self._before_entered(tids, states, is_late)
         return _Charged(parts, int((is_on & ~is_seen).sum()))
@@ -331,7 +333,7 @@ class ThreadTimes:
         if not len(self._known):
             return np.full(len(tids), -1, np.int64)
         at = np.minimum(np.searchsorted(self._known["tid"], tids), len(self._known) - 1)
-        found = self._known[at]
+        found = take_rows(self._known, at)
         is_there = (found["tid"] == tids) & (found["tgid"] == tgids) & (found["image"] == images)
         return np.where(is_there, at, -1).astype(np.int64)
 
@@ -386,8 +388,8 @@ class ThreadTimes:
 def concatenated(parts: Sequence[Part]) -> Part:
     """Returns the rows of all parts, one after the other."""
     return (
-        np.concatenate([np.zeros(0, abi.SUM_KEY_DTYPE), *(keys for keys, _ in parts)]),
-        np.concatenate([np.zeros(0, abi.SUM_VALUE_DTYPE), *(values for _, values in parts)]),
+        join_rows([keys for keys, _ in parts], abi.SUM_KEY_DTYPE),
+        join_rows([values for _, values in parts], abi.SUM_VALUE_DTYPE),
     )
 
 

@@ -14,7 +14,7 @@ Facts of what is gone are dropped by `forget`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ from aiflame.agent.model.window import (
 )
 from aiflame.agent.processes.owners import owners_of, past_fair_share
 from aiflame.agent.recording.kept_rows import KeptRows
+from aiflame.agent.rows import join_rows
 
 Array = npt.NDArray[Any]
 
@@ -290,7 +291,7 @@ class WindowBuilder:
     def _bounded_measures(self, column: str) -> Rows:
         """Returns a column of measures, added up, with no more rows than may be."""
         layout = COLUMNS[column]
-        rows = added_up(_joined(self._open[column], layout.dtype), layout)
+        rows = added_up(join_rows(self._open[column], layout.dtype), layout)
         excess = len(rows) - self._bounds.rows
         if excess <= 0 or column == "thread_times":  # as many as there are threads
             return rows
@@ -313,7 +314,7 @@ class WindowBuilder:
         )
         bare = rows.copy()
         bare["stack"] = NO_STACK
-        return added_up(np.concatenate([others, bare]), layout)
+        return added_up(join_rows([others, bare], layout.dtype), layout)
 
     def close(self, end_ns: int, *, is_last: bool = False, cost: Cost = NO_COST) -> Window:
         """Closes the open window; another begins where it ends.
@@ -327,7 +328,7 @@ class WindowBuilder:
         columns: dict[str, Rows] = {
             name: self._bounded_measures(name) for name in _MEASURES if name != "losses"
         }
-        columns |= {name: _joined(self._open[name], COLUMNS[name].dtype) for name in _EVENTS}
+        columns |= {name: join_rows(self._open[name], COLUMNS[name].dtype) for name in _EVENTS}
         self._bound_stacks(columns)
         self._add_stacks(columns)
         # With fewer, windows would lose stacks of those who sleep on, and end early each time. New
@@ -363,7 +364,7 @@ class WindowBuilder:
         changed: dict[str, Rows] = {}
         for name, parts in self._new_facts.items():
             column = COLUMNS[name]
-            changed[name] = newest(_joined(parts, column.dtype), column)
+            changed[name] = newest(join_rows(parts, column.dtype), column)
             if len(changed[name]):
                 self._facts[name] = _with_changed(self._facts[name], changed[name], column)
             parts.clear()
@@ -467,7 +468,7 @@ class WindowBuilder:
             elif name in _OF_PROCESSES:
                 chosen = np.isin(known["process"], np.concatenate(wanted["processes"]))
             else:
-                chosen = np.isin(known[number], _joined(wanted[name], known[number].dtype))
+                chosen = np.isin(known[number], join_rows(wanted[name], known[number].dtype))
             chosen[len(known) - len(changed[name]) :] = True
             columns[name] = known[chosen]
             for reference, other in column.refers.items():
@@ -594,10 +595,6 @@ def _code_keys(name: str, processes: npt.NDArray[np.uint32], rows: Rows) -> npt.
     if name == "code_lines":
         keys = keys * _MIX + rows["position"].astype(np.int64).view(np.uint64)
     return keys
-
-
-def _joined(parts: Sequence[Array], dtype: np.dtype[Any]) -> Array:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 
 def _rank_in_runs(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
