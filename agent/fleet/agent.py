@@ -20,7 +20,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from aiflame.agent import __version__, priority, rights
 from aiflame.agent.allocator import PagesOfFiles, give_back_freed_memory, map_large_blocks
@@ -48,6 +47,21 @@ from aiflame.agent.fleet.log import Log, words_of
 from aiflame.agent.fleet.memory import MemoryBudget, measure
 from aiflame.agent.fleet.naming import PROGRAM as NAMING
 from aiflame.agent.fleet.naming import NamingProcess
+from aiflame.agent.fleet.naming_messages import (
+    CgroupPathsLeftOut,
+    CgroupsLeftOut,
+    Configure,
+    DoLess,
+    LookAtCgroups,
+    Lost,
+    NamingReport,
+    NoRoom,
+    ReleaseMemory,
+    StretchBegun,
+    StretchDone,
+    StretchEnded,
+    StretchLeft,
+)
 from aiflame.agent.fleet.notify import ServiceManager
 from aiflame.agent.fleet.prepared import PreparedHelpers
 from aiflame.agent.fleet.reloads import ReloadRequests
@@ -469,9 +483,9 @@ class _Agent:
             naming = NamingProcess(
                 self._recorder.table,
                 directory,
-                self._config.plain(),
-                self._config.agent.helper_memory,
+                self._config,
                 self._server,
+                self._log,
             )
         except AiflameError as error:
             self._log.say_seldom("no naming", f"nothing is sent: {error}")
@@ -484,13 +498,13 @@ class _Agent:
         self._told_thrift = 1, 1
         self._vitals.note_naming_started()
         if self._untold:  # as far as one before it was told, it came to nothing
-            naming.tell(lost=dict(self._untold))
+            naming.tell(Lost(dict(self._untold)))
         current = self._stretch
         for folder in self._stretches.undone():
             if current is None or folder != current.folder:
-                naming.tell(left=str(folder))
+                naming.tell(StretchLeft(folder))
         if current is not None:
-            naming.tell(stretch=str(current.folder))
+            naming.tell(StretchBegun(current.folder))
             naming.give(current.windows)
         self._untold_windows = 0
 
@@ -535,7 +549,7 @@ class _Agent:
         """Has the next stretch that is sent tell of a loss."""
         self._untold[kind.stored_name] += count
         if self._naming is not None:
-            self._naming.tell(lost={kind.stored_name: count})
+            self._naming.tell(Lost({kind.stored_name: count}))
 
     def _tell_windows(self) -> None:
         """Tells the process that names of the windows that are there since."""
@@ -547,7 +561,7 @@ class _Agent:
         """Has the process that names do less, too, and later."""
         told = chances.thrift, chances.delay_factor
         if self._naming is not None and told != self._told_thrift:
-            self._naming.tell(thrift=chances.thrift, delay_factor=chances.delay_factor)
+            self._naming.tell(DoLess(*told))
             self._told_thrift = told
 
     def _put_with_room(self, window: Window) -> None:
@@ -622,7 +636,7 @@ class _Agent:
         if is_new:
             self._stretch = stretch
             if self._naming is not None:
-                self._naming.tell(stretch=str(stretch.folder))
+                self._naming.tell(StretchBegun(stretch.folder))
 
     def _follow_clock(self) -> None:
         """Takes the time of day anew where it was set, or the machine has slept."""
@@ -640,7 +654,7 @@ class _Agent:
         if stretch is not None:
             stretch.close()
             if self._naming is not None:
-                self._naming.tell(cut=True)
+                self._naming.tell(StretchEnded())
 
     def _every_interval(self, progress: Progress) -> None:
         for words in progress.said:
@@ -672,32 +686,32 @@ class _Agent:
         settings = self._config.agent
         if (settings.include or settings.exclude) and time.monotonic() >= self._look_at_s:
             self._look_at_s = time.monotonic() + _LOOK_S
-            naming.tell(look=True)
+            naming.tell(LookAtCgroups())
 
     def _hear(self, naming: NamingProcess) -> None:
         for report in naming.reports():
             self._take_report(report)
 
-    def _take_report(self, report: Mapping[str, Any]) -> None:
+    def _take_report(self, report: NamingReport) -> None:
         self._vitals.note_report(report)
-        if "left_out" in report:
-            self._recorder.exclude(report["left_out"])
-        if "left_out_paths" in report or "taken_in_paths" in report:
-            self._left_out_paths.difference_update(report.get("taken_in_paths", ()))
-            self._left_out_paths.update(report.get("left_out_paths", ()))
+        if isinstance(report, CgroupsLeftOut):
+            self._recorder.exclude(report.ids)
+        elif isinstance(report, CgroupPathsLeftOut):
+            self._left_out_paths.difference_update(report.less)
+            self._left_out_paths.update(report.more)
             self._recorder.leave_out(self._left_out_paths)
-        if "no_room" in report:  # for names, and for what is to be sent: more is needed than here
-            self._free_disk(is_known=report["no_room"])
-        if "done" in report:
-            self._untold -= Counter(report["losses"])
-            held_back = report["losses"].get(LossKind.PODS_NOT_KNOWN.stored_name, 0)
+        elif isinstance(report, NoRoom):  # more is needed than here
+            self._free_disk(is_known=report.is_disk_full)
+        elif isinstance(report, StretchDone):
+            self._untold -= Counter(report.losses)
+            held_back = report.losses.get(LossKind.PODS_NOT_KNOWN.stored_name, 0)
             self._health.unready = words = _words_of_unknown(held_back)
             if words:
                 self._log.say_seldom("pods not known", words)
-            seconds = int(report["duration_ns"]) / NS_PER_S
-            samples = int(report["samples"])
             self._log.say_seldom(
-                "stretch sent", f"{seconds:.0f} s named and queued: {samples:,} CPU samples"
+                "stretch sent",
+                f"{report.duration_ns / NS_PER_S:.0f} s named and queued:"
+                f" {report.samples:,} CPU samples",
             )
 
     def _tidy(self, *, room_only: bool = False) -> None:
@@ -726,7 +740,7 @@ class _Agent:
         use = measure(naming_pid, table_bytes, self._capture_processes)
         self._vitals.note_memory(use, limit)
         if self._memory.look(use, limit) and naming is not None:
-            naming.tell(release_memory=True)
+            naming.tell(ReleaseMemory())
         self._pages.give_back()
 
     def _take_new_config(self) -> None:
@@ -752,8 +766,8 @@ class _Agent:
             self._say_sinks()
             self._captures.use(self._config)
             if self._naming is not None:
-                self._naming.tell(config=self._config.plain())
-                self._naming.tell(look=True)  # also where there are no rules any more
+                self._naming.tell(Configure(self._config))
+                self._naming.tell(LookAtCgroups())  # also where there are no rules any more
         self._manager.tell("READY=1")
 
     def _say_devices(self, window: Window) -> None:

@@ -37,7 +37,7 @@ from aiflame.agent.errors import NO_SAMPLES_EXIT, AiflameError, DiskFull, Enviro
 from aiflame.agent.fleet.capture_choice import Choice, choose, directory_of, live_processes
 from aiflame.agent.fleet.capture_left import FOLDER, discard_left, discard_recordings
 from aiflame.agent.fleet.capture_request import CaptureRequest, done, refusal, say
-from aiflame.agent.fleet.config import AgentSettings, config_of
+from aiflame.agent.fleet.config import AgentConfig, AgentSettings
 from aiflame.agent.fleet.flight_recorder import FlightRecorder, SeenProcesses
 from aiflame.agent.fleet.known_containers import kept
 from aiflame.agent.fleet.labelling import is_roots, kubelet_of, label_options
@@ -320,7 +320,7 @@ def main(client: socket.socket) -> None:
     threading.Thread(target=_watch, args=(client,), daemon=True).start()
     request = CaptureRequest.parse(json.dumps(job["request"]).encode())
     try:
-        _serve(client, config_of(job["config"]).agent, request)
+        _serve(client, AgentConfig.of_plain(job["config"]).agent, request)
     except OSError as error:
         reason = error.strerror or str(error)
         answer = refusal(f"no capture was made: {reason}")

@@ -272,9 +272,21 @@ class AgentConfig:
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     def plain(self) -> dict[str, Any]:
-        """Returns it as JSON can hold it, with secrets: for `config_of`."""
+        """Returns it as JSON can hold it, with secrets: for `of_plain`."""
         sinks = {name: plain(settings) for name, settings in self.sinks.items()}
         return {**plain(self.agent), _SINK_TABLE: sinks}
+
+    @classmethod
+    def of_plain(cls, words: Mapping[str, Any]) -> AgentConfig:
+        """Returns what `plain` was made of.
+
+        Files that it names may be away just now: nothing but `load` reads them.
+
+        Raises:
+            UsageError: It is none that is allowed.
+        """
+        refusals = Refusals()
+        return _checked(_flat(words, "the agent", refusals, {}), (), refusals, reads_secrets=False)
 
     def toml(self) -> str:
         """Returns it as a file would say it, with secrets masked."""
@@ -340,15 +352,6 @@ def load(
 def _meant(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, 1, _NEAR)
     return f": did you mean {near[0]}?" if near else ""
-
-
-def config_of(words: Mapping[str, Any]) -> AgentConfig:
-    """Returns what `AgentConfig.plain` was made of.
-
-    Files that it names may be away just now: nothing but `load` reads them.
-    """
-    refusals = Refusals()
-    return _checked(_flat(words, "the agent", refusals, {}), (), refusals, reads_secrets=False)
 
 
 def _refuse_exposed(config: AgentConfig, given: Mapping[str, Given], file: Path | None) -> None:

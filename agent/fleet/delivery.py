@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.naming_messages import SinkState
 from aiflame.agent.limits import OUT_OF_ROOM, is_disk_full
 from aiflame.agent.model.profile import NS_PER_S
 from aiflame.agent.outfile import private_directory
@@ -93,29 +94,6 @@ def request_of_name(name: str) -> WaitingRequest | None:
     return WaitingRequest(number, begin_unix_ns, samples, int(match[4], 16))
 
 
-class State(NamedTuple):
-    """How a delivery does.
-
-    Attributes:
-        sent_requests, sent_samples, sent_bytes: Since the agent was started.
-        retries: How often something was sent again.
-        waiting_requests, waiting_bytes: What is on disk.
-        dropped_samples: By reason.
-        last_sent_unix_s: 0 for never.
-        why_away: Why the last try failed, "" where it did not.
-    """
-
-    sent_requests: int
-    sent_samples: int
-    sent_bytes: int
-    retries: int
-    waiting_requests: int
-    waiting_bytes: int
-    dropped_samples: dict[str, int]
-    last_sent_unix_s: float
-    why_away: str
-
-
 class Counts:
     """What became of samples for one sink, whichever queue had them.
 
@@ -154,10 +132,15 @@ class Counts:
             found, self._untold = self._untold, Counter()
             return found
 
-    def state(self, waiting_requests: int = 0, waiting_bytes: int = 0, why_away: str = "") -> State:
+    def state(
+        self,
+        waiting_requests: int | None = None,
+        waiting_bytes: int | None = None,
+        why_away: str = "",
+    ) -> SinkState:
         """Returns them, with what is said of a queue."""
         with self._lock:
-            return State(
+            return SinkState(
                 self._sent_requests,
                 self._sent_samples,
                 self._sent_bytes,
@@ -218,6 +201,11 @@ class Delivery:
         self._queued = ""
         self._read_folder()
         self._thread: threading.Thread | None = None
+
+    @property
+    def sink(self) -> RequestSink:
+        """The back-end."""
+        return self._sink
 
     @property
     def folder(self) -> Path:
@@ -327,7 +315,7 @@ class Delivery:
         with self._lock:
             self._drop(samples, reason)
 
-    def state(self) -> State:
+    def state(self) -> SinkState:
         """Returns how it does."""
         with self._lock:
             return self._counts.state(len(self._waiting), self._bytes, self._why_away)

@@ -7,7 +7,6 @@ wrong there ends no recording.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -16,13 +15,23 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from aiflame.agent import priority
 from aiflame.agent.errors import AiflameError
+from aiflame.agent.fleet.config import AgentConfig
+from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.naming_messages import (
+    FROM_NAMING,
+    Configure,
+    EndBy,
+    NamingReport,
+    ToNaming,
+)
 from aiflame.agent.inspector.fork_server import ForkServer, Program
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.sinks.naming_channel import NamingChannel
+from aiflame.agent.sinks.naming_messages import End, FilesMissing, Windows
+from aiflame.agent.typed_messages import BadMessage
 
 _MODULE = "aiflame.agent.fleet.naming_worker"
 # What is run; tests run one that has a sink of their own.
@@ -41,9 +50,9 @@ class NamingProcess(NamingChannel):
     Args:
         table: Knows the files that processes have mapped.
         directory: The agent's.
-        config: As `AgentConfig.plain` gives it.
-        helper_bytes: What those may have that read files for it.
-        server: Forks it, and these.
+        config: What it is told first.
+        server: Forks it, and those that read files for it.
+        log: Takes a line where it says what is no message.
 
     Raises:
         AiflameError: It cannot be started.
@@ -53,14 +62,16 @@ class NamingProcess(NamingChannel):
         self,
         table: ProcessTable,
         directory: Path,
-        config: dict[str, Any],
-        helper_bytes: int,
+        config: AgentConfig,
         server: ForkServer,
+        log: Log,
     ) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         super().__init__(table, ours)
-        self._waiting: deque[dict[str, Any]] = deque()
+        self._waiting: deque[ToNaming] = deque()
         self._server = server
+        self._log = log
+        helper_bytes = config.agent.helper_memory
         try:
             with Path(os.devnull).open("wb") as nowhere:
                 self._process = server.run(
@@ -74,26 +85,24 @@ class NamingProcess(NamingChannel):
             raise AiflameError(f"no process can be started: {error.strerror}") from error
         finally:
             theirs.close()
-        self.tell(config=config)
+        self.tell(Configure(config))
 
     @property
     def pid(self) -> int | None:
         """Its pid, None as long as it is not there."""
         return self._process.pid or None
 
-    def tell(self, **message: Any) -> None:
+    def tell(self, message: ToNaming) -> None:
         """Tells it something, after all before; never waits."""
         self._waiting.append(message)
         self.pump()
 
     def give(self, windows: int) -> None:
         """Tells that there are more windows in the stretch that it was told last."""
-        last = self._waiting[-1] if self._waiting else {}
-        if "windows" in last:
-            last["windows"] += windows
-            self.pump()
-        else:
-            self.tell(windows=windows)
+        if self._waiting and isinstance(last := self._waiting[-1], Windows):
+            self._waiting.pop()
+            windows += last.count
+        self.tell(Windows(windows))
 
     def pump(self) -> bool:
         """Sends what waits, as far as there is room; returns whether that was all."""
@@ -107,7 +116,7 @@ class NamingProcess(NamingChannel):
             self._waiting.popleft()
         return True
 
-    def reports(self) -> Iterator[dict[str, Any]]:
+    def reports(self) -> Iterator[NamingReport]:
         """Yields what it has said since."""
         while True:
             try:
@@ -116,11 +125,15 @@ class NamingProcess(NamingChannel):
                 return
             if not data:
                 return
-            # It is cut where it is too long: a report less, and the recording goes on.
-            with suppress(ValueError, RecursionError):
-                report = json.loads(data)
-                if not self._take_file_request(report):
-                    yield report
+            try:
+                message = FROM_NAMING.decode(data)
+            except BadMessage as error:  # also of one that was too long: the recording goes on
+                self._log.say_seldom("report", f"a report of the naming process is lost: {error}")
+                continue
+            if isinstance(message, FilesMissing):
+                self._tell_again(message)
+            else:
+                yield message
 
     def ended(self) -> str:
         """Returns that it has ended, in words, and how; "" while it has not."""
@@ -132,7 +145,7 @@ class NamingProcess(NamingChannel):
             return f"cannot be started: {error.strerror}"
         return "" if ending is None else f"has ended: {_ending(ending.code)}"
 
-    def finish(self, until_s: float) -> Iterator[dict[str, Any]]:
+    def finish(self, until_s: float) -> Iterator[NamingReport]:
         """Lets it send what it can, and waits for its end.
 
         Args:
@@ -141,7 +154,7 @@ class NamingProcess(NamingChannel):
         Yields:
             What it says meanwhile.
         """
-        self._waiting.extend(({"until_s": until_s}, {"end": True}))
+        self._waiting.extend((EndBy(until_s), End()))
         while not self.ended() and time.monotonic() < until_s:
             self.pump()
             yield from self.reports()

@@ -20,22 +20,42 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from aiflame.agent.allocator import PagesOfFiles, give_back_freed_memory, map_large_blocks
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError, DiskFull
-from aiflame.agent.fleet.config import AgentConfig, config_of
+from aiflame.agent.fleet.config import AgentConfig
 from aiflame.agent.fleet.delivery import Counts, Delivery
 from aiflame.agent.fleet.encoding import Encoder, NamedStretch, NotEncoded, Summary
 from aiflame.agent.fleet.fork import ForkEnded
 from aiflame.agent.fleet.labelling import Labelling, LeftOut
 from aiflame.agent.fleet.labels import bounded_text
 from aiflame.agent.fleet.log import Log, words_of
-from aiflame.agent.fleet.sinks import sink_module
+from aiflame.agent.fleet.naming_messages import (
+    TO_NAMING,
+    CgroupPathsLeftOut,
+    CgroupsLeftOut,
+    Configure,
+    DoLess,
+    EndBy,
+    LookAtCgroups,
+    Lost,
+    NamingReport,
+    NoRoom,
+    ReleaseMemory,
+    SinkState,
+    StretchBegun,
+    StretchDone,
+    StretchEnded,
+    StretchLeft,
+    StretchLost,
+    ToNaming,
+)
+from aiflame.agent.fleet.sinks import Sink, sink_module
 from aiflame.agent.fleet.spool import LEFT, Spool
 from aiflame.agent.fleet.stretch_naming import DATABASE, Lateness, StretchNaming, cost_of
 from aiflame.agent.fleet.stretches import TRIES, count_try, forget_tries, is_done, mark_done
@@ -46,6 +66,7 @@ from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Process
 from aiflame.agent.sinks.capture_worker import messages
 from aiflame.agent.sinks.captures import CaptureFiles
+from aiflame.agent.sinks.naming_messages import Windows
 from aiflame.agent.sinks.rebuilt import capture_of_windows
 from aiflame.agent.sinks.segments import RecordedWindows
 from aiflame.agent.sinks.written import Naming
@@ -55,6 +76,7 @@ from aiflame.agent.symbols.file_facts import facts_for_names
 from aiflame.agent.symbols.kallsyms import KernelSymbols
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
+from aiflame.agent.typed_messages import encode
 
 _SPOOL = "spool"
 _LOCK = "naming.lock"
@@ -113,42 +135,41 @@ class _Worker:
         self._failed: set[str] = set()  # names of sinks that could not be made the last time
         self._counts: defaultdict[str, Counts] = defaultdict(Counts)  # by sink, for good
         self._without_room: deque[Path] = deque()  # stretches for whose captures there was no room
-        self._sinks: dict[str, Any] = {}
+        self._sinks: dict[str, Sink] = {}
         self._stretch: StretchNaming | None = None
         self._until_s: float | None = None
         self._left_out: LeftOut | None = None
         self._pages = PagesOfFiles()
 
-    def take(self, message: Mapping[str, Any]) -> None:
+    def take(self, message: ToNaming) -> None:
         """Does what a message says."""
-        if "config" in message:
-            self._configure(config_of(message["config"]))
-        elif "stretch" in message:
-            folder = Path(message["stretch"])
-            naming = self._naming
-            self._stretch = StretchNaming(folder, naming, self._files, self._lateness, self._log)
-        elif "windows" in message and self._stretch is not None:
-            self._stretch.take(int(message["windows"]), self._labelling)
+        if isinstance(message, Configure):
+            self._configure(message.config)
+        elif isinstance(message, StretchBegun):
+            naming, files, lateness = self._naming, self._files, self._lateness
+            self._stretch = StretchNaming(message.folder, naming, files, lateness, self._log)
+        elif isinstance(message, Windows) and self._stretch is not None:
+            self._stretch.take(message.count, self._labelling)
             give_back_freed_memory()  # a tenth of what it has, for a millisecond
             self._look_at_cgroups()
-        elif "look" in message:
+        elif isinstance(message, LookAtCgroups):
             self._look_at_cgroups(is_due=True)
-        elif "cut" in message and self._stretch is not None:
+        elif isinstance(message, StretchEnded) and self._stretch is not None:
             stretch, self._stretch = self._stretch, None
             self._finish(stretch)
-        elif "left" in message:
-            self._finish_left(Path(message["left"]))
-        elif "thrift" in message:
-            self._lateness.thrift = int(message["thrift"])
-            self._lateness.delay_factor = int(message["delay_factor"])
-        elif "lost" in message:
-            for name, count in message["lost"].items():
-                self._lost[KINDS_BY_NAME[name]] += int(count)
-        elif "release_memory" in message:
+        elif isinstance(message, StretchLeft):
+            self._finish_left(message.folder)
+        elif isinstance(message, DoLess):
+            self._lateness.thrift = message.thrift
+            self._lateness.delay_factor = message.delay_factor
+        elif isinstance(message, Lost):
+            for name, count in message.counts.items():
+                self._lost[KINDS_BY_NAME[name]] += count
+        elif isinstance(message, ReleaseMemory):
             gc.collect()
             give_back_freed_memory()
-        elif "until_s" in message:
-            self._until_s = float(message["until_s"])
+        elif isinstance(message, EndBy):
+            self._until_s = message.until_s
 
     def _configure(self, config: AgentConfig) -> None:
         """Makes the sinks of a configuration; those that stay as they were go on."""
@@ -243,13 +264,11 @@ class _Worker:
     def _tell_left_out(self, found: LeftOut) -> None:
         before = LeftOut() if self._left_out is None else self._left_out
         if self._left_out is None or found.ids != before.ids:
-            self._report({"left_out": sorted(found.ids)})
-        for key, paths in (
-            ("taken_in_paths", before.paths - found.paths),
-            ("left_out_paths", found.paths - before.paths),
-        ):
-            for part in in_parts(sorted(paths), _PATHS_BYTES):
-                self._report({key: part})
+            self._report(CgroupsLeftOut(self._states(), (*sorted(found.ids),)))
+        for less in in_parts(sorted(before.paths - found.paths), _PATHS_BYTES):
+            self._report(CgroupPathsLeftOut(self._states(), more=(), less=less))
+        for more in in_parts(sorted(found.paths - before.paths), _PATHS_BYTES):
+            self._report(CgroupPathsLeftOut(self._states(), more=more, less=()))
         self._left_out = found
 
     def _finish_left(self, folder: Path) -> None:
@@ -286,12 +305,12 @@ class _Worker:
             self._log.say(f"stretch {folder.name} waits for room: {words_of(error)}")
             self._without_room.append(folder)
             forget_tries(folder)  # which are for what ends this process
-            self._report({"no_room": is_disk_full(error)})
+            self._report(NoRoom(self._states(), is_disk_full(error)))
             return
         self._log.say(f"stretch {folder.name} is lost: {words_of(error)}")
         mark_done(folder)
         self._lost[LossKind.STRETCHES_LOST] += 1
-        self._report({"lost": folder.name})
+        self._report(StretchLost(self._states(), folder.name))
 
     def _send(self, folder: Path, database: Path, cpu_ns: int, rss_bytes: int) -> None:
         """Gives a stretch to all sinks; from then on it is theirs."""
@@ -318,14 +337,17 @@ class _Worker:
         for name in self._missing():
             self._counts[name].drop(summary.to_send, _NOT_MADE)
         mark_done(folder)
+        containers, unresolved = _counts_of_containers(named.labels)
         self._report(
-            {
-                "done": folder.name,
-                "samples": summary.samples,
-                "duration_ns": summary.duration_ns,
-                "losses": summary.losses,
-                **_counts_of_containers(named.labels),
-            }
+            StretchDone(
+                self._states(),
+                folder.name,
+                summary.samples,
+                summary.duration_ns,
+                summary.losses,
+                containers,
+                unresolved,
+            )
         )
 
     def _take_untold(self) -> _Untold:
@@ -392,7 +414,7 @@ class _Worker:
         return self._encode_once(stretch, named, left)
 
     def _encode_once(self, stretch: str, named: NamedStretch, left: list[str]) -> Summary:
-        with Encoder(named, {name: self._sinks[name] for name in left}) as encoder:
+        with Encoder(named, {name: self._deliveries[name].sink for name in left}) as encoder:
             summary = encoder.summary()
             for name in [*left]:
                 self._put(name, encoder, stretch, summary)
@@ -403,7 +425,7 @@ class _Worker:
         delivery = self._deliveries[name]
         try:
             if not delivery.put(encoder.requests(name), stretch):
-                self._report({"no_room": True})
+                self._report(NoRoom(self._states(), is_disk_full=True))
         except ForkEnded:
             raise
         except Exception as error:  # of one sink; the others get theirs
@@ -420,14 +442,14 @@ class _Worker:
                 f"{name} write", f"sink {name}: a capture is lost: {words_of(error)}"
             )
 
-    def _report(self, words: Mapping[str, Any]) -> None:
-        sinks = {name: delivery.state()._asdict() for name, delivery in self._deliveries.items()}
-        for name in self._missing():
-            # What waits on disk for it is not known.
-            state = self._counts[name].state()._asdict()
-            sinks[name] = {k: v for k, v in state.items() if not k.startswith("waiting_")}
+    def _states(self) -> dict[str, SinkState]:
+        """Returns how sinks do; what waits on disk for one that could not be made is not known."""
+        made = {name: delivery.state() for name, delivery in self._deliveries.items()}
+        return {**made, **{name: self._counts[name].state() for name in self._missing()}}
+
+    def _report(self, report: NamingReport) -> None:
         with suppress(OSError):
-            self._channel.send(json.dumps({**words, "sinks": sinks}).encode())
+            self._channel.send(encode(report))
 
     def finish(self) -> None:
         """Sends what can be sent until the end; the rest waits on disk for the next start."""
@@ -454,14 +476,13 @@ def _made_of(config: AgentConfig, name: str) -> object:
     return config.sinks.get(name), config.agent.node_name, config.agent.spool_size
 
 
-def _counts_of_containers(labels: Sequence[Labels | None]) -> dict[str, int]:
+def _counts_of_containers(labels: Sequence[Labels | None]) -> tuple[int, int]:
     """Returns how many containers processes are of, and of how many of these no name is known."""
     named = {one.container_id: bool(one.container) for one in labels if one and one.container_id}
-    unresolved = sum(not is_named for is_named in named.values())
-    return {"containers": len(named), "unresolved_containers": unresolved}
+    return len(named), sum(not is_named for is_named in named.values())
 
 
-def in_parts(texts: Iterable[str], bytes_max: int) -> Iterator[list[str]]:
+def in_parts(texts: Iterable[str], bytes_max: int) -> Iterator[tuple[str, ...]]:
     """Yields texts, so many at once that they fit into a message.
 
     Args:
@@ -473,12 +494,12 @@ def in_parts(texts: Iterable[str], bytes_max: int) -> Iterator[list[str]]:
     for text in texts:
         own = len(json.dumps(text)) + 2
         if part and size + own > bytes_max:
-            yield part
+            yield (*part,)
             part, size = [], 0
         part.append(text)
         size += own
     if part:
-        yield part
+        yield (*part,)
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -506,7 +527,7 @@ def run(arguments: Sequence[str]) -> None:
         known = KnownNames(lambda: _kernel_symbols(directory))
         naming = Naming(files, service, file_facts, lateness.budget_s, known)
         worker = _Worker(directory, channel, naming, files, lateness, log)
-        for message in messages(channel, files):
+        for message in messages(channel, files, TO_NAMING):
             worker.take(message)
             service.poll()
         worker.finish()

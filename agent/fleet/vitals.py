@@ -11,11 +11,17 @@ import platform
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from aiflame.agent import __version__
 from aiflame.agent.fleet.memory import MemoryUse
+from aiflame.agent.fleet.naming_messages import (
+    NamingReport,
+    SinkState,
+    StretchDone,
+    StretchLost,
+)
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Window
 from aiflame.agent.recording.chance import Chances
@@ -36,15 +42,15 @@ _NAMED_S = 300.0
 _MOST_REASONS = 20
 _OTHER_REASONS = "others"
 
-# What a sink counts, by its key in a state: name of the metric, and what it is.
-_SINK_COUNTERS = {
-    "sent_samples": (
-        "sent",
+# What a sink counts, by the name of the metric: what it is, and where a state has it.
+_SINK_COUNTERS: Mapping[str, tuple[str, Callable[[SinkState], int]]] = {
+    "sent": (
         "Samples that a back-end took: on-CPU samples, off-CPU intervals, samples of devices.",
+        lambda state: state.sent_samples,
     ),
-    "sent_requests": ("sent_requests", "Requests that these were in."),
-    "sent_bytes": ("sent_bytes", "Bytes of these."),
-    "retries": ("retried", "How often a request was sent again."),
+    "sent_requests": ("Requests that these were in.", lambda state: state.sent_requests),
+    "sent_bytes": ("Bytes of these.", lambda state: state.sent_bytes),
+    "retried": ("How often a request was sent again.", lambda state: state.retries),
 }
 
 
@@ -55,33 +61,36 @@ class _Exports:
     """
 
     def __init__(self) -> None:
-        self.state: Mapping[str, Any] = {}
-        self._counted: Mapping[str, Any] = {}
+        self.waiting_requests = self.waiting_bytes = 0
         self.last_sent_unix_s = 0.0
+        self._state: SinkState | None = None  # of the process that there is
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
 
     def begin(self) -> None:
         """Takes note that there is a new process."""
-        self._counted = {}
+        self._state = None
 
-    def take(self, state: Mapping[str, Any]) -> None:
-        """Takes a state of `delivery.Delivery`, as JSON has it."""
-        before, self._counted = self._counted, state
+    def take(self, state: SinkState) -> None:
+        """Takes what is said of it."""
+        before, self._state = self._state, state
         # Where it is not said what waits, it is what waited before.
-        self.state = {**self.state, **state}
-        self.last_sent_unix_s = max(self.last_sent_unix_s, state["last_sent_unix_s"])
-        for key in _SINK_COUNTERS:
-            self._counts[key] += state[key] - before.get(key, 0)
-        dropped_before = before.get("dropped_samples", {})
-        for reason, count in state["dropped_samples"].items():
+        if state.waiting_requests is not None:
+            self.waiting_requests = state.waiting_requests
+        if state.waiting_bytes is not None:
+            self.waiting_bytes = state.waiting_bytes
+        self.last_sent_unix_s = max(self.last_sent_unix_s, state.last_sent_unix_s)
+        for name, (_, count_of) in _SINK_COUNTERS.items():
+            self._counts[name] += count_of(state) - (count_of(before) if before else 0)
+        dropped_before = before.dropped_samples if before else {}
+        for reason, count in state.dropped_samples.items():
             is_told = reason in self._dropped or len(self._dropped) < _MOST_REASONS
             label = reason if is_told else _OTHER_REASONS
             self._dropped[label] += count - dropped_before.get(reason, 0)
 
-    def count(self, key: str) -> int:
+    def count(self, name: str) -> int:
         """Returns one of `_SINK_COUNTERS`."""
-        return self._counts[key]
+        return self._counts[name]
 
     @property
     def dropped(self) -> Mapping[str, int]:
@@ -190,23 +199,23 @@ class Vitals:
         since_s = self._naming_since_s
         return since_s is not None and time.monotonic() - since_s >= _STEADY_S
 
-    def note_report(self, report: Mapping[str, Any]) -> None:
+    def note_report(self, report: NamingReport) -> None:
         """Takes what the process that names and sends says of itself.
 
         Losses are those of whole stretches, as sinks are told: a window counts each stack that has
         not come yet, and the next one counts it again, and what names lose is in no window.
         """
         with self._lock:
-            if "done" in report:
+            if isinstance(report, StretchDone):
                 self._named_s = time.monotonic()
-            self._stretches += "done" in report
-            self._stretches_lost += "lost" in report
-            self._lost.update(report.get("losses", {}))
-            self._containers = report.get("containers", self._containers)
-            unresolved = report.get("unresolved_containers", self._unresolved_containers)
-            self._unresolved_containers = unresolved
-            self._sinks = report.get("sinks", self._sinks)
-            for sink, state in report.get("sinks", {}).items():
+                self._stretches += 1
+                self._lost.update(report.losses)
+                self._containers = report.containers
+                self._unresolved_containers = report.unresolved_containers
+            elif isinstance(report, StretchLost):
+                self._stretches_lost += 1
+            self._sinks = (*report.sinks,)
+            for sink, state in report.sinks.items():
                 self._exports.setdefault(sink, _Exports()).take(state)
 
     @property
@@ -374,10 +383,10 @@ class Vitals:
     def _of_sinks(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        for key, (name, words) in _SINK_COUNTERS.items():
+        for name, (words, _) in _SINK_COUNTERS.items():
             counter = CounterMetricFamily(f"aiflame_export_{name}", words, labels=["sink"])
             for sink, export in self._exports.items():
-                counter.add_metric([sink], export.count(key))
+                counter.add_metric([sink], export.count(name))
             yield counter
         dropped = CounterMetricFamily(
             "aiflame_export_dropped",
@@ -388,15 +397,15 @@ class Vitals:
             for reason, count in export.dropped.items():
                 dropped.add_metric([sink, reason], count)
         yield dropped
-        waiting = {
-            "spool_requests": ("waiting_requests", "Requests that wait on disk."),
-            "spool_bytes": ("waiting_bytes", "Bytes of them."),
-        }
-        for name, (key, words) in waiting.items():
-            gauge = GaugeMetricFamily(f"aiflame_{name}", words, labels=["sink"])
-            for sink in self._sinks:
-                gauge.add_metric([sink], self._exports[sink].state.get(key, 0))
-            yield gauge
+        requests = GaugeMetricFamily(
+            "aiflame_spool_requests", "Requests that wait on disk.", labels=["sink"]
+        )
+        size = GaugeMetricFamily("aiflame_spool_bytes", "Bytes of them.", labels=["sink"])
+        for sink in self._sinks:
+            requests.add_metric([sink], self._exports[sink].waiting_requests)
+            size.add_metric([sink], self._exports[sink].waiting_bytes)
+        yield requests
+        yield size
         last = GaugeMetricFamily(
             "aiflame_last_export_timestamp_seconds",
             "When the last request was taken, 0 for never.",

@@ -8,7 +8,6 @@ recording: the segments are there, and the capture is written once more.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import socket
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.inspector.child import ends
@@ -24,9 +23,11 @@ from aiflame.agent.memory_file import memory_file
 from aiflame.agent.process_group import OWN_PROCESS_GROUP
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.table import ProcessTable
-from aiflame.agent.sinks.capture_report import MAX_REPORT_BYTES, Report, report_of
+from aiflame.agent.sinks.capture_report import MAX_REPORT_BYTES, Report
 from aiflame.agent.sinks.naming_channel import NamingChannel
+from aiflame.agent.sinks.naming_messages import End, FilesMissing, NewestWindows, Windows
 from aiflame.agent.symbols.frames import clean_name
+from aiflame.agent.typed_messages import BadMessage, Messages
 
 # What is run; tests run something that fails.
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "aiflame.agent.sinks.capture_worker")
@@ -38,6 +39,8 @@ _LOOK_S, _PATIENCE_S = 1.0, 100.0
 # Before what found no room is sent again: where it is the kernel that has none, poll(2) does not
 # wait for it. The process has some hundred messages to read meanwhile.
 _NO_ROOM_S = 0.005
+
+_MESSAGES: Messages[FilesMissing | Report] = Messages(FilesMissing, Report)
 
 
 class CaptureFailed(AiflameError):
@@ -91,16 +94,17 @@ class CaptureProcess(NamingChannel):
         self._hear()
         if not self._tell_files():
             return False
-        if self._windows and not self._send({"windows": self._windows}):
+        if self._windows and not self._send(Windows(self._windows)):
             return False
         self._windows = 0
         return True
 
     def _hear(self) -> None:
         """Takes note of files that it has not got: before the end it says nothing else."""
-        with contextlib.suppress(OSError):  # that was all
+        # That was all; or it says what is no message, and was killed: `finish` tells of it.
+        with contextlib.suppress(OSError, CaptureFailed):
             while data := self._channel.recv(MAX_REPORT_BYTES, socket.MSG_DONTWAIT):
-                self._take_file_request(json.loads(data))
+                self._take(data)
 
     def finish(self, keep: tuple[int, int] | None = None) -> Report:
         """Waits until the capture is written.
@@ -114,27 +118,42 @@ class CaptureProcess(NamingChannel):
         """
         while not self._tell():
             self._wait_for_room()
-        last: list[dict[str, Any]] = [{"end": True}]
-        if keep is not None:
-            last.insert(0, {"keep_ns": keep[0], "end_ns": keep[1]})
-        for message in last:
+        newest = () if keep is None else (NewestWindows(*keep),)
+        for message in (*newest, End()):
             while not self._send(message):
                 self._wait_for_room()
-        data = self._last_message()
+        report = self._report()
         code = self._process.wait()
-        if not data or code:
+        if report is None or code:
             raise CaptureFailed(_last_words(self._errors) or f"exit status {code}")
-        return report_of(data)
+        return report
 
-    def _last_message(self) -> bytes:
-        """Returns its report, no data where it has ended without."""
+    def _report(self) -> Report | None:
+        """Returns what it says in the end, None where it has ended without."""
         with contextlib.suppress(OSError):
             while True:
                 self._wait_for(select.POLLIN)
                 data = self._channel.recv(MAX_REPORT_BYTES)
-                if not data or not self._take_file_request(json.loads(data)):
-                    return data
-        return b""
+                report = self._take(data) if data else None
+                if report is not None or not data:
+                    return report
+        return None
+
+    def _take(self, data: bytes) -> Report | None:
+        """Takes a message; returns it where it is the report.
+
+        Raises:
+            CaptureFailed: It is none: the capture is not to be believed either.
+        """
+        try:
+            message = _MESSAGES.decode(data)
+        except BadMessage as error:
+            self._process.kill()
+            raise CaptureFailed(f"its report cannot be read: {error}") from error
+        if isinstance(message, Report):
+            return message
+        self._tell_again(message)
+        return None
 
     def _wait_for_room(self) -> None:
         self._wait_for(select.POLLOUT)

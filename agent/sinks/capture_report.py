@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 
 # In a message: losses are some ten, problems a hundred lines.
 MAX_REPORT_BYTES = 1 << 17
@@ -31,16 +30,7 @@ class Report:
     peak_rss_bytes: int = 0
     disk_full: str = ""
 
-    def message(self) -> bytes:
-        """Returns it in few enough bytes for a message."""
-        words = asdict(self)
-        words["problems"] = [
-            problem[:_MAX_PROBLEM_CHARACTERS] for problem in self.problems[:_MAX_PROBLEMS]
-        ]
-        return json.dumps(words).encode()
-
-
-def report_of(message: bytes) -> Report:
-    """Returns what a message says."""
-    words = json.loads(message)
-    return Report(**{**words, "problems": tuple(words["problems"])})
+    def bounded(self) -> Report:
+        """Returns it with few enough problems for a message."""
+        problems = self.problems[:_MAX_PROBLEMS]
+        return replace(self, problems=tuple(each[:_MAX_PROBLEM_CHARACTERS] for each in problems))

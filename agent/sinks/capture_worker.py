@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from aiflame.agent.allocator import give_back_freed_memory
 from aiflame.agent.errors import DiskFull
@@ -28,17 +27,34 @@ from aiflame.agent.limits import OUT_OF_ROOM
 from aiflame.agent.model.window import Window
 from aiflame.agent.process_group import leave_signals_to_recorder
 from aiflame.agent.sinks.capture_report import Report
+from aiflame.agent.sinks.naming_messages import (
+    OF_FILES,
+    CodeMaker,
+    CodeMakerGone,
+    End,
+    FileClosed,
+    FileGiven,
+    FilesMissing,
+    NewestWindows,
+    OfFiles,
+    Windows,
+)
 from aiflame.agent.sinks.segments import FollowedWindows, JitSymbolSink, RecordedWindows, newest
 from aiflame.agent.sinks.written import Naming, WrittenCapture
 from aiflame.agent.symbolize.files import GivenFiles, JitProcess, OpenFile
 from aiflame.agent.symbols.file_facts import facts_for_names
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
+from aiflame.agent.typed_messages import Messages, encode
 
 # Of a message: a path is at most 4,096 bytes, each of which takes six in JSON.
 _MAX_MESSAGE_BYTES = 1 << 16
 # Files at once: what is told for nothing again and again is to cost little.
 _MOST_ASKED = 256
+
+MessageT = TypeVar("MessageT")
+_Message = OfFiles | Windows | NewestWindows | End
+_MESSAGES: Messages[_Message] = Messages(*OF_FILES, Windows, NewestWindows, End)
 
 
 def main(folder: Path, database: Path) -> None:
@@ -56,12 +72,14 @@ def main(folder: Path, database: Path) -> None:
         jit_symbols = JitSymbolSink(folder)
         following = FollowedWindows(folder)
         disk_full = ""
-        for message in messages(channel, files):
-            windows: Iterable[Window] = following.take(int(message.get("windows", 0)))
-            if "keep_ns" in message:
+        for message in messages(channel, files, _MESSAGES):
+            windows: Iterable[Window] = ()
+            if isinstance(message, Windows):
+                windows = following.take(message.count)
+            elif isinstance(message, NewestWindows):
                 every = RecordedWindows(folder)
                 following.facts = every.facts
-                windows = newest(iter(every), int(message["keep_ns"]), int(message["end_ns"]))
+                windows = newest(iter(every), message.keep_ns, message.end_ns)
             for window in windows:
                 if disk_full:
                     continue
@@ -81,37 +99,47 @@ def main(folder: Path, database: Path) -> None:
             service.poll()
         jit_symbols.close()
         report = Report(disk_full=disk_full) if capture is None else capture.finish(disk_full)
-        channel.sendall(report.message())
+        channel.sendall(encode(report.bounded()))
 
 
-def messages(channel: socket.socket, files: GivenFiles) -> Iterator[dict[str, Any]]:
+def messages(
+    channel: socket.socket, files: GivenFiles, kinds: Messages[MessageT]
+) -> Iterator[MessageT]:
     """Yields what concerns windows, until there are no more; takes files in.
 
     Those that there was no descriptor for are asked for again with each of these. Where whoever
     sends them has ended, this process does.
+
+    Args:
+        channel: Where messages come from.
+        files: Takes those that come.
+        kinds: Which may come: of files, `End`, and others.
+
+    Raises:
+        BadMessage: Another one came.
     """
     missing: set[int] = set()
     while True:
         data, fds, flags, _ = socket.recv_fds(channel, _MAX_MESSAGE_BYTES, 1)
         if not data:
             sys.exit(1)  # the recorder has ended
-        message = json.loads(data)
-        if "binary" in message:
+        message = kinds.decode(data)
+        if isinstance(message, FileGiven):
             fd = None
-            missing.discard(message["binary"])
+            missing.discard(message.binary)
             try:
                 fd = _readable(fds, is_cut=bool(flags & socket.MSG_CTRUNC))
             except OSError:
-                missing.add(message["binary"])
-            files.add(message["binary"], OpenFile(fd, message["root"]))
-        elif "process" in message:
-            files.add_process(message["process"], JitProcess(message["root"], message["uid"]))
-        elif "closed" in message:
-            missing.discard(message["closed"])
-            files.forget(message["closed"])
-        elif "gone" in message:
-            files.forget_process(message["gone"])
-        elif "end" in message:
+                missing.add(message.binary)
+            files.add(message.binary, OpenFile(fd, message.root))
+        elif isinstance(message, CodeMaker):
+            files.add_process(message.process, JitProcess(message.root, message.uid))
+        elif isinstance(message, FileClosed):
+            missing.discard(message.binary)
+            files.forget(message.binary)
+        elif isinstance(message, CodeMakerGone):
+            files.forget_process(message.process)
+        elif isinstance(message, End):
             return
         else:
             _ask_again(channel, missing)
@@ -120,9 +148,9 @@ def messages(channel: socket.socket, files: GivenFiles) -> Iterator[dict[str, An
 
 def _ask_again(channel: socket.socket, missing: set[int]) -> None:
     """Asks for some of the files that are missing, if there is room for it; never waits."""
-    if asked := [*islice(missing, _MOST_ASKED)]:
+    if asked := (*islice(missing, _MOST_ASKED),):
         with suppress(OSError):  # the next time, then
-            channel.send(json.dumps({"again": asked}).encode(), socket.MSG_DONTWAIT)
+            channel.send(encode(FilesMissing(asked)), socket.MSG_DONTWAIT)
 
 
 def _readable(fds: Sequence[int], *, is_cut: bool) -> int | None:

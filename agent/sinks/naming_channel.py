@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import errno
-import json
 import socket
 import struct
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from aiflame.agent.processes.table import ProcessTable
+from aiflame.agent.sinks.naming_messages import (
+    CodeMaker,
+    CodeMakerGone,
+    FileClosed,
+    FileGiven,
+    FilesMissing,
+)
+from aiflame.agent.typed_messages import encode
 
 _INT = struct.Struct("=i")
 
@@ -47,35 +53,34 @@ class NamingChannel:
                 return False
         return all(self._send(message) for message in self._processes())
 
-    def _files(self) -> Iterator[tuple[dict[str, Any], int | None]]:
+    def _files(self) -> Iterator[tuple[FileGiven | FileClosed, int | None]]:
         """Yields what there is to say of files; what is asked for next has been said."""
         files = self._table.binaries.files
         for index in [*(self._told.keys() - files.keys())]:
-            yield {"closed": index}, None
+            yield FileClosed(index), None
             del self._told[index]
         for index, file in files.items():
             known = self._table.binaries.readable(file), file.root
             if known != self._told.get(index):
-                yield {"binary": index, "root": file.root}, known[0]
+                yield FileGiven(index, file.root), known[0]
                 self._told[index] = known
 
-    def _take_file_request(self, said: Mapping[str, Any]) -> bool:
-        """Whether what the process says is which files it has not got; they are told again."""
-        for index in self._told.keys() & said.get("again", ()):
+    def _tell_again(self, missing: FilesMissing) -> None:
+        """Has files told again that the process has not got."""
+        for index in self._told.keys() & missing.binaries:
             self._told[index] = _TO_BE_TOLD
-        return "again" in said
 
-    def _processes(self) -> Iterator[dict[str, Any]]:
+    def _processes(self) -> Iterator[CodeMaker | CodeMakerGone]:
         makers = self._table.code_makers
         for index in makers.keys() - self._told_processes:
             image = makers[index]
-            yield {"process": index, "root": image.root, "uid": image.owner_uid}
+            yield CodeMaker(index, image.root, image.owner_uid)
             self._told_processes.add(index)
         for index in self._told_processes - makers.keys():
-            yield {"gone": index}
+            yield CodeMakerGone(index)
             self._told_processes.remove(index)
 
-    def _send(self, message: dict[str, Any], fd: int | None = None) -> bool:
+    def _send(self, message: object, fd: int | None = None) -> bool:
         """Sends a message, without waiting; returns whether there was room for it.
 
         Where the process has ended there is: whoever waits for it says so.
@@ -83,8 +88,7 @@ class NamingChannel:
         rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(fd))]
         try:
             # socket.send_fds leaves the flags out.
-            data = json.dumps(message).encode()
-            self._channel.sendmsg([data], rights, socket.MSG_DONTWAIT)
+            self._channel.sendmsg([encode(message)], rights, socket.MSG_DONTWAIT)
         except OSError as error:
             return error.errno not in _NO_ROOM
         return True

@@ -30,11 +30,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from aiflame.agent.fleet.config import load
 from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.naming_messages import (
+    FROM_NAMING,
+    Configure,
+    DoLess,
+    StretchBegun,
+    StretchDone,
+    StretchEnded,
+)
 from aiflame.agent.fleet.naming_worker import _kernel_symbols, _Worker
 from aiflame.agent.fleet.stretch_naming import Lateness
 from aiflame.agent.fleet.stretches import folders_of
 from aiflame.agent.inspector.fork_server import ForkServer
 from aiflame.agent.model.window import Window
+from aiflame.agent.sinks.naming_messages import Windows
 from aiflame.agent.sinks.segments import RecordedWindows, SegmentSink
 from aiflame.agent.sinks.written import Naming
 from aiflame.agent.symbolize.files import GivenFiles, OpenFile
@@ -153,9 +162,9 @@ def main() -> None:
             "sinks.captures.directory": str(directory / "captures"),
             "sinks.captures.max_size": "100MB",
         }
-        worker.take({"config": load(None, flags, {}).plain()})
+        worker.take(Configure(load(None, flags, {})))
         # As an agent over its budget names: a stretch as a whole, in a copy of this process.
-        worker.take({"thrift": 16, "delay_factor": 2})
+        worker.take(DoLess(thrift=16, delay_factor=2))
         began_s, at_ns, names = time.monotonic(), time.time_ns(), 0
         for number in range(arguments.stretches):
             source = recorded[number % len(recorded)]
@@ -166,11 +175,11 @@ def main() -> None:
             with closing(SegmentSink(folder, own)) as sink:
                 for window in source:
                     sink.put(_changed(window, number))
-            worker.take({"stretch": str(folder)})
-            worker.take({"windows": len(source)})
-            worker.take({"cut": True})
+            worker.take(StretchBegun(folder))
+            worker.take(Windows(len(source)))
+            worker.take(StretchEnded())
             service.poll()
-            names += '"done"' in ours.recv(1 << 20).decode()
+            names += isinstance(FROM_NAMING.decode(ours.recv(1 << 20)), StretchDone)
             shutil.rmtree(folder)
             at_ns += length_ns
             if number % max(arguments.stretches // 60, 1) == 0:

@@ -55,9 +55,10 @@ def wait(_: Sequence[str]) -> None:
 
 
 def talk_nonsense(_: Sequence[str]) -> None:
-    """Says more than a report may have, and then one, until it is told to end."""
+    """Says more than a report may have, what is none, and then one, until it is told to end."""
     channel = socket.socket(fileno=0)
     channel.send(b"[" * 70_000)
-    channel.send(b'{"done": "1"}')
-    while b"end" not in channel.recv(65536):
+    channel.send(b'{"message":"StretchLost","sinks":[],"stretch":"1"}')
+    channel.send(b'{"message":"StretchLost","sinks":{},"stretch":"1"}')
+    while b'"End"' not in channel.recv(65536):
         pass

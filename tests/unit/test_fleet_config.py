@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiflame.agent.cli import main
 from aiflame.agent.errors import UsageError
-from aiflame.agent.fleet.config import AgentConfig, config_of, load
+from aiflame.agent.fleet.config import AgentConfig, load
 from aiflame.agent.settings import (
     Given,
     Kind,
@@ -322,7 +322,7 @@ def test_the_check_warns_of_a_certificate_without_which_there_is_no_endpoint(
 def test_what_is_handed_on_is_the_same(tmp_path: Path) -> None:
     text = f'node = "n\\"1"\n[sinks.captures]\ndirectory = "{tmp_path}"\nmax_size = "5GB"\n'
     config = _loaded(tmp_path, text)
-    assert config_of(json.loads(json.dumps(config.plain()))) == config
+    assert AgentConfig.of_plain(json.loads(json.dumps(config.plain()))) == config
 
 
 def test_secrets_are_read_from_files_and_never_shown(tmp_path: Path) -> None:

@@ -23,11 +23,12 @@ from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.fleet import fork
 from aiflame.agent.fleet import naming_worker as worker_module
-from aiflame.agent.fleet.delivery import Delivery, State
+from aiflame.agent.fleet.delivery import Delivery
 from aiflame.agent.fleet.encoding import Encoder, NamedStretch, NotEncoded
 from aiflame.agent.fleet.fork import ForkEnded
 from aiflame.agent.fleet.labelling import Labelling
 from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.naming_messages import SinkState
 from aiflame.agent.fleet.naming_worker import _Worker
 from aiflame.agent.fleet.stretch_naming import Lateness
 from aiflame.agent.model.batch import Batch, Labels
@@ -218,7 +219,7 @@ def log(tmp_path: Path) -> Iterator[Log]:
 
 def _sent(
     stretch: NamedStretch, folder: Path, sinks: Mapping[str, _Sink], log: Log
-) -> tuple[bytes, dict[str, State]]:
+) -> tuple[bytes, dict[str, SinkState]]:
     """Sends a stretch; returns what is told of it, and how its deliveries do."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
@@ -256,7 +257,7 @@ def test_what_is_killed_is_tried_again_and_nothing_is_queued_twice(
     assert waiting == ([2, 0, 0] if times == 3 else [2, 0, 2])
     weights = int(small_profile().samples["count"].sum())
     assert states["bad"].dropped_samples == {"cannot be encoded: ValueError": weights}
-    assert (b'"lost"' if times == 3 else b'"done"') in said
+    assert (b'"StretchLost"' if times == 3 else b'"StretchDone"') in said
     assert not stretch.database.exists()
     assert are_gone(forked)
 
@@ -274,7 +275,7 @@ def test_where_nothing_can_be_forked_it_is_tried_again(
 
     monkeypatch.setattr(os, "fork", fails_at_first)
     said, states = _sent(stretch, tmp_path, {"a": _Sink(_two)}, log)
-    assert b'"done"' in said
+    assert b'"StretchDone"' in said
     assert states["a"].waiting_requests == 2
 
 
@@ -291,6 +292,6 @@ def test_a_spool_that_fails_costs_no_other_back_end(
 
     monkeypatch.setattr(Delivery, "put", fails)
     said, states = _sent(stretch, tmp_path, {"a": _Sink(_two), "b": _Sink(_two)}, log)
-    assert b'"done"' in said
+    assert b'"StretchDone"' in said
     assert states["a"].dropped_samples.keys() == {"cannot be encoded: OSError"}
     assert states["b"].waiting_requests == 2

@@ -16,8 +16,9 @@ import tomllib
 from aiflame.agent import outfile
 from aiflame.agent.errors import AiflameError, EnvironmentUnfit, UsageError
 from aiflame.agent.fleet import naming
-from aiflame.agent.fleet.config import AgentSettings
+from aiflame.agent.fleet.config import AgentSettings, load
 from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.naming_messages import StretchLost
 from aiflame.agent.fleet.notify import ServiceManager
 from aiflame.agent.fleet.stretches import Stretches, count_try, is_done, mark_done
 from aiflame.agent.inspector.fork_server import Program
@@ -271,19 +272,21 @@ def test_captures_as_deployed_need_the_agents_directory_alone(tmp_path: Path) ->
 
 
 def test_nonsense_of_the_naming_process_ends_no_recording(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # GIVEN a process that tells more than a report may have, and then one
+    # GIVEN a process that tells more than a report may have, what is none, and then one
     module = "hostile.forks"
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[1]))
     monkeypatch.setattr(naming, "PROGRAM", Program("x", f"{module}:talk_nonsense", (module,)))
     inspector = blind_inspector()
     table = ProcessTable(1, lambda _: None, inspector)
-    process = naming.NamingProcess(table, tmp_path, {}, 0, inspector.server)
+    config = load(None, {}, {})
+    process = naming.NamingProcess(table, tmp_path, config, inspector.server, log)
     try:
         until_s = time.monotonic() + 30
-        # WHEN it is heard THEN there is what it said right
-        assert [*process.finish(until_s)] == [{"done": "1"}]
+        # WHEN it is heard THEN there is what it said right, and the log tells of the rest
+        assert [*process.finish(until_s)] == [StretchLost({}, "1")]
+        assert "a report of the naming process is lost: no JSON" in (tmp_path / "log").read_text()
     finally:
         process.close()
         inspector.server.close()

@@ -18,6 +18,7 @@ from aiflame.agent.capture.segment import SegmentWriter
 from aiflame.agent.fleet.agent import _Agent
 from aiflame.agent.fleet.config import AgentConfig, AgentSettings
 from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.naming_messages import Lost, NoRoom, StretchDone, ToNaming
 from aiflame.agent.fleet.stretches import Stretches, mark_done
 from aiflame.agent.fleet.vitals import Vitals
 from aiflame.agent.model.window import Window
@@ -144,7 +145,7 @@ def test_where_there_is_no_room_to_name_half_of_what_was_sent_goes(
     monkeypatch.setattr(os, "statvfs", statvfs)
     # GIVEN an error that may have another reason, and room, or a disk that tells nothing
     for free.f_bavail in (10**6, -1):
-        agent._take_report({"no_room": False})
+        agent._take_report(NoRoom({}, is_disk_full=False))
         # THEN nothing goes.
         assert len(_kept(disk)) == 6
     # GIVEN a disk that is full, without inodes, or said to be THEN half goes each minute.
@@ -153,7 +154,7 @@ def test_where_there_is_no_room_to_name_half_of_what_was_sent_goes(
         now_s += 60
         monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: now_s)
         for _ in range(3):  # each sink tells of it
-            agent._take_report({"no_room": is_known})
+            agent._take_report(NoRoom({}, is_disk_full=is_known))
         assert _kept(disk) == [window.start_ns for window in windows[6 - left :]]
 
 
@@ -163,8 +164,9 @@ class _Naming:
     def __init__(self, *_: object) -> None:
         self.lost: Counter[str] = Counter()
 
-    def tell(self, **message: Any) -> None:
-        self.lost.update(message.get("lost", {}))
+    def tell(self, message: ToNaming) -> None:
+        if isinstance(message, Lost):
+            self.lost.update(message.counts)
 
     def give(self, windows: int) -> None:
         pass
@@ -201,7 +203,7 @@ def test_what_is_lost_while_nobody_sends_is_told_until_a_stretch_has_it(
     assert made[-1].lost == wanted
     # WHEN a stretch has told of them all THEN no later process is.
     losses = {**wanted, "stack_lost": 7}
-    agent._take_report({"done": "1", "samples": 0, "duration_ns": 0, "losses": losses})
+    agent._take_report(StretchDone({}, "1", 0, 0, losses, 0, 0))
     agent._start_naming()
     assert not made[-1].lost
     # AND metrics have them.

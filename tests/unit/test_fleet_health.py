@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,12 @@ from aiflame.agent.fleet.cost import CostController
 from aiflame.agent.fleet.health import HealthEndpoint, HealthServer
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.memory import MemoryUse
+from aiflame.agent.fleet.naming_messages import (
+    NamingReport,
+    SinkState,
+    StretchDone,
+    StretchLost,
+)
 from aiflame.agent.fleet.probe import trouble
 from aiflame.agent.fleet.stretches import Stretches
 from aiflame.agent.fleet.vitals import Vitals
@@ -39,13 +46,26 @@ from prometheus_client.parser import text_string_to_metric_families
 from windows import RandomRecording
 
 _ANYWHERE = "0.0.0.0"  # noqa: S104 - it is refused
-_SINKS = {
-    "otlp": {
-        **{"sent_requests": 3, "sent_samples": 90, "sent_bytes": 700, "retries": 2},
-        **{"waiting_requests": 1, "waiting_bytes": 50, "last_sent_unix_s": 1.5e9},
-        **{"dropped_samples": {"too old": 7}, "why_away": ""},
-    }
-}
+_OTLP = SinkState(
+    sent_requests=3,
+    sent_samples=90,
+    sent_bytes=700,
+    retries=2,
+    waiting_requests=1,
+    waiting_bytes=50,
+    dropped_samples={"too old": 7},
+    last_sent_unix_s=1.5e9,
+    why_away="",
+)
+
+
+def _done(
+    sinks: dict[str, SinkState] | None = None,
+    losses: dict[str, int] | None = None,
+    containers: int = 0,
+    unresolved: int = 0,
+) -> StretchDone:
+    return StretchDone(sinks or {}, "x", 0, 0, losses or {}, containers, unresolved)
 
 
 def _settings(**given: object) -> AgentSettings:
@@ -120,7 +140,7 @@ def test_an_agent_that_keeps_no_window_is_healthy_and_not_ready(clock: _Clock) -
         for _ in range(count):  # of a minute each, as where the budget is exceeded
             clock.now_s += 60
             vitals.note_window(window, is_kept=is_kept)
-            vitals.note_report({"done": "x"})
+            vitals.note_report(_done())
 
     try:
         # GIVEN windows for which there is no room from the first on
@@ -176,7 +196,7 @@ def test_an_agent_whose_naming_process_does_not_stay_is_healthy_and_not_ready(
         assert _get(server.url + "/readyz")[0] == 503
         # AND WHEN it names THEN it is, and so it is while one lives, whatever there is to name
         vitals.note_naming_started()
-        vitals.note_report({"done": "x"})
+        vitals.note_report(_done())
         assert _get(server.url + "/readyz") == (200, "ok\n")
         passes(3600)
         assert _get(server.url + "/readyz") == (200, "ok\n")
@@ -200,7 +220,7 @@ class _Naming:
     def __init__(self, *_: object) -> None:
         self.ending = ""
 
-    def tell(self, **_: object) -> None: ...
+    def tell(self, _: object) -> None: ...
 
     def pump(self) -> None: ...
 
@@ -276,9 +296,10 @@ def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals)
     windows = RandomRecording(3).windows(3)
     for number, window in enumerate(windows):
         vitals.note_window(window, is_kept=number > 0)
-    vitals.note_report({"done": "x", "sinks": _SINKS, "losses": {"stack_lost": 2}})
-    vitals.note_report({"done": "y", "losses": {"stack_lost": 1, "naming_behind": 40}})
-    vitals.note_report({"lost": "z", "containers": 9, "unresolved_containers": 2})
+    vitals.note_report(_done({"otlp": _OTLP}, {"stack_lost": 2}))
+    losses = {"stack_lost": 1, "naming_behind": 40}
+    vitals.note_report(_done({"otlp": _OTLP}, losses, containers=9, unresolved=2))
+    vitals.note_report(StretchLost({"otlp": _OTLP}, "z"))
     vitals.note_memory(MemoryUse(1, 2, 3, 4, 5), 150)
     vitals.note_cpu(2.5)
     vitals.note_cpu(0.25)  # what an orphan took is in no sum any more
@@ -348,8 +369,8 @@ def test_counters_go_on_where_the_process_that_sends_is_a_new_one(
 ) -> None:
     def told(samples: int, dropped: int, last_s: float = 0.0) -> None:
         counts = {"sent_samples": samples, "dropped_samples": {"too old": dropped}}
-        state = {**_SINKS["otlp"], **counts, "last_sent_unix_s": last_s}
-        vitals.note_report({"sinks": {"otlp": state}})
+        state = replace(_OTLP, **counts, last_sent_unix_s=last_s)
+        vitals.note_report(NamingReport({"otlp": state}))
 
     # GIVEN a process that has sent 90 samples, and another one that has sent more already
     told(90, 7, 1.5e9)
@@ -366,14 +387,14 @@ def test_counters_go_on_where_the_process_that_sends_is_a_new_one(
 
 def test_reasons_of_drops_are_no_flood_of_series(server: HealthServer, vitals: Vitals) -> None:
     reasons = {f"an error at {number}": 1 for number in range(1000)}
-    vitals.note_report({"sinks": {"otlp": {**_SINKS["otlp"], "dropped_samples": reasons}}})
+    vitals.note_report(NamingReport({"otlp": replace(_OTLP, dropped_samples=reasons)}))
     found = {k: v for k, v in _metrics(server).items() if k[0] == "aiflame_export_dropped_total"}
     assert sum(found.values()) == 1000
     assert len(found) == 21
 
 
 def test_each_metric_is_described(server: HealthServer, vitals: Vitals) -> None:
-    vitals.note_report({"sinks": _SINKS})
+    vitals.note_report(NamingReport({"otlp": _OTLP}))
     vitals.note_memory(MemoryUse(1, 2, 3, 4), 150)
     vitals.note_budget(0.03, is_over=False)
     described = (Path(__file__).parents[2] / "deploy/README.md").read_text()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import socket
 import time
@@ -20,6 +19,14 @@ from aiflame.agent.fleet.config import AgentConfig, load
 from aiflame.agent.fleet.host_checks import CgroupLayout
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.naming import NamingProcess
+from aiflame.agent.fleet.naming_messages import (
+    FROM_NAMING,
+    CgroupsLeftOut,
+    Configure,
+    LookAtCgroups,
+    NamingReport,
+    ToNaming,
+)
 from aiflame.agent.fleet.naming_worker import _Worker
 from aiflame.agent.fleet.stretch_naming import Lateness
 from aiflame.agent.recording.recorder import Progress
@@ -41,17 +48,17 @@ class _Naming:
 
     def __init__(self) -> None:
         self.looks_s: list[float] = []
-        self.told: list[str] = []
+        self.told: list[type] = []
 
-    def tell(self, **message: Any) -> None:
-        self.told += message
-        if "look" in message:
+    def tell(self, message: ToNaming) -> None:
+        self.told.append(type(message))
+        if isinstance(message, LookAtCgroups):
             self.looks_s.append(time.monotonic())
 
     def pump(self) -> None:
         pass
 
-    def reports(self) -> Iterator[dict[str, Any]]:
+    def reports(self) -> Iterator[NamingReport]:
         return iter(())
 
     def ended(self) -> str:
@@ -93,7 +100,7 @@ def test_cgroups_are_looked_at_where_no_window_comes(
     assert bool(naming.told) == bool(rules)
     # AND that there are no rules any more is heard of at once.
     agent._take_new_config()
-    assert naming.told[-2:] == ["config", "look"]
+    assert naming.told[-2:] == [Configure, LookAtCgroups]
 
 
 def test_a_look_that_is_asked_for_finds_what_is_new(
@@ -108,16 +115,17 @@ def test_a_look_that_is_asked_for_finds_what_is_new(
         worker = _Worker(tmp_path, theirs, cast(Naming, None), GivenFiles(), Lateness(), log)
         flags = {"directory": str(tmp_path / "agent")}
         # GIVEN a host that was looked at just now
-        worker.take({"config": load(None, {**flags, **_RULES}, {}).plain()})
-        worker.take({"look": True})
-        assert json.loads(ours.recv(1 << 16))["left_out"] == []
+        worker.take(Configure(load(None, {**flags, **_RULES}, {})))
+        worker.take(LookAtCgroups())
+        assert FROM_NAMING.decode(ours.recv(1 << 16)) == CgroupsLeftOut({}, ())
         # WHEN a service begins that rules leave out THEN the next look finds it, without a window.
         group = tmp_path / "cgroup" / "system.slice" / "nginx.service"
         group.mkdir()
-        worker.take({"look": True})
-        assert json.loads(ours.recv(1 << 16))["left_out"] == [group.stat().st_ino]
+        worker.take(LookAtCgroups())
+        found = FROM_NAMING.decode(ours.recv(1 << 16))
+        assert found == CgroupsLeftOut({}, (group.stat().st_ino,))
         # WHEN rules are gone THEN nothing is left out, and no cgroup is looked at.
         monkeypatch.setattr(labelling, "known_groups", None)
-        worker.take({"config": load(None, flags, {}).plain()})
-        worker.take({"look": True})
-        assert json.loads(ours.recv(1 << 16))["left_out"] == []
+        worker.take(Configure(load(None, flags, {})))
+        worker.take(LookAtCgroups())
+        assert FROM_NAMING.decode(ours.recv(1 << 16)) == CgroupsLeftOut({}, ())

@@ -16,6 +16,7 @@ import pytest
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError, DiskFull
 from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.naming_messages import DoLess, Lost
 from aiflame.agent.fleet.naming_worker import _Worker, in_parts
 from aiflame.agent.fleet.stretch_naming import Lateness, StretchNaming
 from aiflame.agent.fleet.stretches import mark_done
@@ -55,7 +56,7 @@ def test_what_was_not_sent_and_not_written_is_told_once(worker: _Worker, tmp_pat
     for name in ("1", "2"):
         (tmp_path / name).mkdir()
     worker._give_up(tmp_path / "1", ValueError("no window"))
-    worker.take({"lost": {"stretches_lost": 2, "windows_lost": 5}})
+    worker.take(Lost({"stretches_lost": 2, "windows_lost": 5}))
     worker._keep("captures", cast(CaptureFiles, Full()), tmp_path, 0)
     # THEN the next stretch tells of them, and the one after that does not
     found = _told(worker, tmp_path / "next.aiflame")
@@ -122,16 +123,16 @@ def test_names_have_less_time_the_less_the_agent_does_of_all(tmp_path: Path) -> 
         # As long as they take,
         assert lateness.budget_s(window) is None
         # of a window of 5 s a fiftieth, and a hundredth,
-        worker.take({"thrift": 2, "delay_factor": 1})
+        worker.take(DoLess(thrift=2, delay_factor=1))
         assert lateness.budget_s(window) == pytest.approx(0.1)
-        worker.take({"thrift": 4, "delay_factor": 1})
+        worker.take(DoLess(thrift=4, delay_factor=1))
         assert lateness.budget_s(window) == pytest.approx(0.05)
         # and as long as they take once there is room.
-        worker.take({"thrift": 1, "delay_factor": 1})
+        worker.take(DoLess(thrift=1, delay_factor=1))
         assert lateness.budget_s(window) is None
         # With all of it, they may wait for what is sent later: of two minutes, not of one.
-        worker.take({"thrift": 16, "delay_factor": 1})
+        worker.take(DoLess(thrift=16, delay_factor=1))
         assert not lateness.may_wait(90 * _S)
-        worker.take({"thrift": 16, "delay_factor": 2})
+        worker.take(DoLess(thrift=16, delay_factor=2))
         assert lateness.may_wait(90 * _S)
         assert not lateness.may_wait(120 * _S)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -22,6 +21,13 @@ from aiflame.agent.fleet.config import load
 from aiflame.agent.fleet.fork import ForkEnded
 from aiflame.agent.fleet.labelling import Labelling
 from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.naming_messages import (
+    FROM_NAMING,
+    Configure,
+    Lost,
+    NamingReport,
+    StretchDone,
+)
 from aiflame.agent.fleet.naming_worker import _Worker
 from aiflame.agent.fleet.stretch_naming import Lateness
 from aiflame.agent.fleet.vitals import Vitals
@@ -93,18 +99,19 @@ class _Sender:
 
     def configure(self, flags: dict[str, Any]) -> None:
         """Gives it a configuration, as the agent does that has read it."""
-        self.worker.take({"config": load(None, flags, {}).plain()})
+        self.worker.take(Configure(load(None, flags, {})))
 
     def send(self) -> dict[str, int]:
         """Sends a stretch; returns what it says was lost of those before."""
-        losses: dict[str, int] = self._sent()["losses"]
-        return losses
+        report = self._sent()
+        assert isinstance(report, StretchDone)
+        return report.losses
 
     def fail_to_send(self) -> None:
         """Has a stretch that cannot be sent."""
-        assert "done" not in self._sent()
+        assert not isinstance(self._sent(), StretchDone)
 
-    def _sent(self) -> dict[str, Any]:
+    def _sent(self) -> NamingReport:
         self._stretches += 1
         folder = self._folder / str(self._stretches)
         folder.mkdir(parents=True)
@@ -113,8 +120,9 @@ class _Sender:
         self.worker._send(folder, database, 0, 0)
         return self._heard()
 
-    def _heard(self) -> dict[str, Any]:
-        report: dict[str, Any] = json.loads(self._ours.recv(1 << 16))
+    def _heard(self) -> NamingReport:
+        report = FROM_NAMING.decode(self._ours.recv(1 << 16))
+        assert isinstance(report, NamingReport)
         return report
 
     def wait_until_sent(self) -> None:
@@ -123,7 +131,7 @@ class _Sender:
 
     def metrics(self) -> dict[tuple[str, ...], float]:
         """What the agent tells Prometheus, once it has heard."""
-        self.worker._report({})
+        self.worker._report(NamingReport(self.worker._states()))
         self.vitals.note_report(self._heard())
         return {
             (sample.name, *sample.labels.values()): sample.value
@@ -184,7 +192,7 @@ def test_what_was_dropped_is_told_after_a_stretch_that_could_not_be_sent(
     server.answers = [Reply(400, b"never")]
     sender.send()
     sender.wait_until_sent()
-    sender.worker.take({"lost": {"stretches_lost": 2}})
+    sender.worker.take(Lost({"stretches_lost": 2}))
 
     # WHEN the next one finds no room on the disk, or nobody comes to the end of encoding it
     def fails(*_: object) -> None:
@@ -278,12 +286,12 @@ def test_a_secret_that_is_away_while_sending_begins_costs_nothing(
     sender.send()
     sender.wait_until_sent()
     before = sender.metrics()["aiflame_export_sent_total", "otlp"]
-    config = load(None, flags, {}).plain()
+    config = load(None, flags, {})
     sender.end()
     # WHEN the next one is started while the token is being replaced
     token.unlink()
     sender.start()
-    sender.worker.take({"config": config})
+    sender.worker.take(Configure(config))
     sender.send()
     (delivery,) = sender.worker._deliveries.values()
     wait_until(lambda: delivery.state().retries)
@@ -348,10 +356,10 @@ def test_a_file_of_the_agent_that_is_away_stops_no_sink(
     token.write_text("x")
     token.chmod(0o600)
     flags = {"sinks.otlp.url": server.url, "health_token_file": str(token)}
-    config = load(None, flags, {}).plain()
+    config = load(None, flags, {})
     # WHEN sending begins while it is being replaced THEN it begins.
     token.unlink()
-    sender.worker.take({"config": config})
+    sender.worker.take(Configure(config))
     sender.send()
     sender.wait_until_sent()
     assert len(server.requests) == 1

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import resource
 import select
@@ -22,24 +21,29 @@ from aiflame.agent.processes.binaries import BinaryFile
 from aiflame.agent.sinks import capture_process
 from aiflame.agent.sinks.capture_process import CaptureProcess
 from aiflame.agent.sinks.capture_report import Report
-from aiflame.agent.sinks.capture_worker import messages
+from aiflame.agent.sinks.capture_worker import _MESSAGES, messages
 from aiflame.agent.sinks.naming_channel import NamingChannel
+from aiflame.agent.sinks.naming_messages import FilesMissing, Windows
 from aiflame.agent.symbolize.files import GivenFiles
+from aiflame.agent.typed_messages import Messages
 from recordings import children_of
 from support import wait_until
 
 # Says that it lacks a file at the first window, and at the end; and then what it has heard.
 _LACKING = """
 import json, socket
+from aiflame.agent.sinks.capture_report import Report
+from aiflame.agent.sinks.naming_messages import FilesMissing
+from aiflame.agent.typed_messages import encode
 channel = socket.socket(fileno=0)
-again = json.dumps({"again": [7]}).encode()
+again = encode(FilesMissing((7,)))
 heard = []
-while (message := json.loads(channel.recv(1 << 16))) != {"end": True}:
-    heard += message
-    if heard.count("windows") == 1 and "windows" in message:
+while (name := json.loads(channel.recv(1 << 16))["message"]) != "End":
+    heard.append(name)
+    if heard.count("Windows") == 1 and name == "Windows":
         channel.send(again)
 channel.send(again)
-channel.send(json.dumps({"problems": heard}).encode())
+channel.send(encode(Report(problems=tuple(heard))))
 """
 
 
@@ -71,7 +75,7 @@ def test_a_file_that_there_was_no_room_for_is_told_the_next_time(code: int) -> N
     full: Any = _Full(code, 2)
     channel = NamingChannel(_table(BinaryFile(7, "lib.so", 0, "")), full)
     assert [channel._tell_files() for _ in range(4)] == [False, False, True, True]
-    assert full.took == [b'{"binary": 7, "root": ""}']
+    assert full.took == [b'{"message":"FileGiven","binary":7,"root":""}']
 
 
 @pytest.mark.parametrize("code", [errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN])
@@ -105,11 +109,11 @@ def test_a_file_that_there_was_no_descriptor_for_is_there_later(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, closing(GivenFiles()) as files:
         channel = NamingChannel(_table(BinaryFile(7, str(path), fd, "")), ours)
-        heard = messages(theirs, files)
+        heard = messages(theirs, files, _MESSAGES)
 
         def tell() -> None:
-            assert channel._tell_files() and channel._send({"windows": 1})
-            assert next(heard) == {"windows": 1}
+            assert channel._tell_files() and channel._send(Windows(1))
+            assert next(heard) == Windows(1)
 
         # GIVEN who names windows has no descriptor left for a file
         with _descriptors_left(left):
@@ -117,7 +121,7 @@ def test_a_file_that_there_was_no_descriptor_for_is_there_later(
             for _ in range(3):
                 tell()
                 assert files.open(7, "", "").fd is None
-                assert channel._take_file_request(_said(ours))
+                channel._tell_again(_said(ours))
                 with pytest.raises(BlockingIOError):
                     _said(ours)
         # AND once there is room it gets it, and asks no more.
@@ -130,8 +134,8 @@ def test_a_file_that_there_was_no_descriptor_for_is_there_later(
     os.close(fd)
 
 
-def _said(channel: socket.socket) -> Any:
-    return json.loads(channel.recv(1 << 16, socket.MSG_DONTWAIT))
+def _said(channel: socket.socket) -> FilesMissing:
+    return Messages(FilesMissing).decode(channel.recv(1 << 16, socket.MSG_DONTWAIT))
 
 
 def test_a_file_that_is_gone_is_not_asked_for(tmp_path: Path) -> None:
@@ -139,15 +143,15 @@ def test_a_file_that_is_gone_is_not_asked_for(tmp_path: Path) -> None:
     with ours, theirs, closing(GivenFiles()) as files:
         table = _table(BinaryFile(7, "lib.so", 0, ""))
         channel = NamingChannel(table, ours)
-        heard = messages(theirs, files)
+        heard = messages(theirs, files, _MESSAGES)
         with _descriptors_left(0):
-            assert channel._tell_files() and channel._send({"windows": 1})
+            assert channel._tell_files() and channel._send(Windows(1))
             next(heard)
         # WHEN what was asked for is not there any more
         table.binaries.files.clear()
-        assert channel._take_file_request(_said(ours))
+        channel._tell_again(_said(ours))
         for _ in range(2):
-            assert channel._tell_files() and channel._send({"windows": 1})
+            assert channel._tell_files() and channel._send(Windows(1))
             next(heard)
         # THEN it is not asked for again, nor told.
         with pytest.raises(BlockingIOError):
@@ -165,7 +169,7 @@ def test_a_capture_is_reported_after_what_was_missing(
         process._wait_for(select.POLLIN)
         process.give(1)
         report = process.finish()
-    assert report.problems == ("binary", "root", "windows", "binary", "root", "windows")
+    assert report.problems == ("FileGiven", "Windows", "FileGiven", "Windows")
 
 
 def test_signals_to_all_processes_of_a_recorder_cost_no_capture(tmp_path: Path) -> None:

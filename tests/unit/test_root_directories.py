@@ -20,6 +20,7 @@ from aiflame.agent.processes.identity import CgroupPaths
 from aiflame.agent.processes.procfs import MapsLine, Status
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.sinks.naming_channel import NamingChannel
+from aiflame.agent.sinks.naming_messages import FileGiven
 
 _DRIVER = MapsLine(0x1000, 0x2000, 0, "08:01", 7, "/lib/libdriver.so")
 _CONTAINERS = 400
@@ -121,7 +122,7 @@ def test_files_of_several_containers_are_found_in_those_that_are_left(table: Pro
         assert file.root == second.root and _who(first.root) == ""
         # AND whoever names what is in them hears of that
         told += [message for message, _ in channel._files()]
-    assert told == [{"binary": 0, "root": image.root} for image in (first, second)]
+    assert told == [FileGiven(0, image.root) for image in (first, second)]
 
 
 def test_containers_that_come_and_go_all_day_leave_nothing(
