@@ -423,7 +423,9 @@ class _Agent:
         self._told_thrift = 1, 1  # and the factor of delays
         self._said_devices: set[tuple[str, ...]] = set()
         self._windows_lost = 0
-        self._untold: Counter[str] = Counter()  # losses that no stretch has told of yet
+        # Losses of which naming has not said that a stretch has told: one of the same kind in a
+        # stretch may be another, and a naming process that dies takes what it was told along.
+        self._untold: Counter[str] = Counter()
         self._left_out_paths: set[str] = set()
         self._look_at_s = 0.0
         self._memory = MemoryBudget(recorder, log)
@@ -665,9 +667,9 @@ class _Agent:
             self._take_new_config()
         if self._naming is not None:
             self._naming.pump()
-            self._hear(self._naming)
-            self._tell_to_look(self._naming)
             ending = self._naming.ended()
+            self._hear(self._naming)  # also what it has said last
+            self._tell_to_look(self._naming)
             if ending:
                 self._log.say_seldom(ending, f"the process that names and sends {ending}")
                 self._naming.close()
@@ -703,7 +705,7 @@ class _Agent:
         elif isinstance(report, NoRoom):  # more is needed than here
             self._free_disk(is_known=report.is_disk_full)
         elif isinstance(report, StretchDone):
-            self._untold -= Counter(report.losses)
+            self._untold -= Counter(report.told)
             held_back = report.losses.get(LossKind.PODS_NOT_KNOWN.stored_name, 0)
             self._health.unready = words = _words_of_unknown(held_back)
             if words:

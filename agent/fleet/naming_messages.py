@@ -168,6 +168,7 @@ class StretchDone(NamingReport):
         samples: Of CPU time.
         duration_ns: How long it was.
         losses: What it tells of, its own and what was lost before, by `LossKind.stored_name`.
+        told: What of that the collector had told (`Lost`): it need not tell it again.
         containers: Whose processes are in it.
         unresolved_containers: Those of them whose name is not known.
     """
@@ -176,6 +177,7 @@ class StretchDone(NamingReport):
     samples: int
     duration_ns: int
     losses: dict[str, int]
+    told: dict[str, int]
     containers: int
     unresolved_containers: int
 

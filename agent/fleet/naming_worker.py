@@ -102,10 +102,12 @@ class _Untold(NamedTuple):
     Attributes:
         dropped: Samples, by sink and reason.
         lost: Of earlier stretches.
+        of_collector: What the collector has lost.
     """
 
     dropped: Counter[str]
     lost: Counter[LossKind]
+    of_collector: Counter[LossKind]
 
 
 class _Worker:
@@ -123,6 +125,7 @@ class _Worker:
         self._spool = Spool(directory / _SPOOL)
         self._dropped: Counter[str] = Counter()  # of destinations that are configured no more
         self._lost: Counter[LossKind] = Counter()  # of earlier stretches
+        self._lost_by_collector: Counter[LossKind] = Counter()
         self._channel = channel
         self._naming = naming
         self._files = files
@@ -164,7 +167,7 @@ class _Worker:
             self._lateness.delay_factor = message.delay_factor
         elif isinstance(message, Lost):
             for name, count in message.counts.items():
-                self._lost[KINDS_BY_NAME[name]] += count
+                self._lost_by_collector[KINDS_BY_NAME[name]] += count
         elif isinstance(message, ReleaseMemory):
             gc.collect()
             give_back_freed_memory()
@@ -327,6 +330,7 @@ class _Worker:
             # The next one tells of them: a sink that has this one hears of them twice.
             self._dropped.update(untold.dropped)
             self._lost.update(untold.lost)
+            self._lost_by_collector.update(untold.of_collector)
             self._give_up(folder, error)
             return
         finally:
@@ -345,6 +349,7 @@ class _Worker:
                 summary.samples,
                 summary.duration_ns,
                 summary.losses,
+                {kind.stored_name: count for kind, count in untold.of_collector.items()},
                 containers,
                 unresolved,
             )
@@ -358,7 +363,8 @@ class _Worker:
             for reason, samples in counts.take_dropped().items():
                 dropped[f"{name}: {reason}"] += samples
         lost, self._lost = self._lost, Counter()
-        return _Untold(dropped, lost)
+        of_collector, self._lost_by_collector = self._lost_by_collector, Counter()
+        return _Untold(dropped, lost, of_collector)
 
     def _complete(
         self, database: Path, cpu_ns: int, rss_bytes: int, untold: _Untold
@@ -369,7 +375,7 @@ class _Worker:
             writer.put_meta(
                 {"complete": 1, "recorder_cpu_ns": cpu_ns, "recorder_peak_rss_bytes": rss_bytes}
             )
-            for kind, count in untold.lost.items():
+            for kind, count in (untold.lost + untold.of_collector).items():
                 writer.put("losses", [(kind.stored_name, count, kind.meaning)])
             if untold.dropped:
                 kind = LossKind.NOT_DELIVERED

@@ -201,9 +201,18 @@ def test_what_is_lost_while_nobody_sends_is_told_until_a_stretch_has_it(
     agent._give(windows[4])
     wanted["windows_lost"] = 2
     assert made[-1].lost == wanted
-    # WHEN a stretch has told of them all THEN no later process is.
+    # WHEN a stretch tells of others, as it was sent before these were heard of
     losses = {**wanted, "stack_lost": 7}
-    agent._take_report(StretchDone({}, "1", 0, 0, losses, 0, 0))
+    agent._take_report(StretchDone({}, "1", 0, 0, losses, {}, 0, 0))
+    # THEN whoever comes next is told of them all the same.
+    agent._start_naming()
+    assert made[-1].lost == wanted
+    # WHEN some have been told of THEN the next is told of the others, and in the end of none.
+    told = {"windows_lost": 1, "stretches_lost": 2}
+    agent._take_report(StretchDone({}, "2", 0, 0, losses, told, 0, 0))
+    agent._start_naming()
+    assert made[-1].lost == {"windows_lost": 1}
+    agent._take_report(StretchDone({}, "3", 0, 0, losses, {"windows_lost": 1}, 0, 0))
     agent._start_naming()
     assert not made[-1].lost
     # AND metrics have them.

@@ -65,7 +65,7 @@ def _done(
     containers: int = 0,
     unresolved: int = 0,
 ) -> StretchDone:
-    return StretchDone(sinks or {}, "x", 0, 0, losses or {}, containers, unresolved)
+    return StretchDone(sinks or {}, "x", 0, 0, losses or {}, {}, containers, unresolved)
 
 
 def _settings(**given: object) -> AgentSettings:
@@ -219,6 +219,7 @@ class _Naming:
 
     def __init__(self, *_: object) -> None:
         self.ending = ""
+        self.last_words: list[NamingReport] = []
 
     def tell(self, _: object) -> None: ...
 
@@ -226,10 +227,12 @@ class _Naming:
 
     def close(self) -> None: ...
 
-    def reports(self) -> list[dict[str, object]]:
-        return []
+    def reports(self) -> list[NamingReport]:
+        return self.last_words if self.ending else []
 
     def ended(self) -> str:
+        """Ends here, where it is about to."""
+        self.ending = self.ending or ("has ended: SIGKILL" if self.last_words else "")
         return self.ending
 
 
@@ -265,6 +268,23 @@ def test_an_agent_takes_note_that_its_naming_process_is_gone(
     vitals.note_window(RandomRecording(1).windows(1)[0], is_kept=True)
     # THEN the agent is not ready
     assert vitals.unready.startswith("nothing was named and queued for 301 s")
+
+
+def test_what_a_naming_process_has_said_last_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_agent, "NamingProcess", _Naming)
+    vitals = Vitals()
+    agent = _agent(tmp_path, vitals)
+    agent._start_naming()
+    naming: Any = agent._naming
+    # WHEN it says that a stretch is lost, and ends before it is heard THEN it is heard once.
+    naming.last_words = [StretchLost({}, "1")]
+    for _ in range(2):
+        agent._every_interval(Progress(0, 0, 0, 0))
+    assert agent._naming is None
+    metrics = {x.name: x.value for family in vitals.collect() for x in family.samples}
+    assert metrics["aiflame_stretches_lost_total"] == 1
 
 
 def test_that_rules_cannot_be_followed_makes_an_agent_not_ready(vitals: Vitals) -> None:

@@ -202,7 +202,9 @@ def test_what_was_dropped_is_told_after_a_stretch_that_could_not_be_sent(
         patch.setattr(where, what, fails)
         sender.fail_to_send()
     # THEN the one after tells of both, once.
-    told = sender.send()
+    after = sender._sent()
+    assert isinstance(after, StretchDone) and after.told == {"stretches_lost": 2}
+    told = after.losses
     assert told["not_delivered"] == int(_profile().samples["count"].sum())
     assert told["stretches_lost"] >= 2
     assert not {"not_delivered", "stretches_lost"} & sender.send().keys()
@@ -303,6 +305,24 @@ def test_a_secret_that_is_away_while_sending_begins_costs_nothing(
     assert [each["Authorization"] for each in server.requests] == ["Bearer first", "Bearer second"]
     assert "not_delivered" not in sender.send()
     assert sender.metrics()["aiflame_export_sent_total", "otlp"] >= 2 * before
+
+
+def test_a_stretch_says_which_losses_of_the_collector_it_has_told_of(sender: _Sender) -> None:
+    # GIVEN a stretch that naming has lost itself, and two that the collector has
+    sender.configure({})
+    (sender.worker._spool._directory.parent / "9").mkdir(parents=True)
+    sender.worker._give_up(sender.worker._spool._directory.parent / "9", ValueError("no window"))
+    sender._heard()
+    own = sender._sent()
+    assert isinstance(own, StretchDone)
+    # THEN one that was sent before the collector has told of them says that it has none of those,
+    assert own.losses["stretches_lost"] == 1 and own.told == {}
+    # the next one that it has, and the one after that nothing.
+    sender.worker.take(Lost({"stretches_lost": 2}))
+    for losses, told in ((2, {"stretches_lost": 2}), (0, {})):
+        found = sender._sent()
+        assert isinstance(found, StretchDone)
+        assert (found.losses.get("stretches_lost", 0), found.told) == (losses, told)
 
 
 def test_a_sink_that_cannot_be_made_is_counted_and_tried_again(

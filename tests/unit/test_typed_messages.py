@@ -56,7 +56,7 @@ _TO: list[Any] = [
 _FROM: list[Any] = [
     FilesMissing((1, 2)),
     NamingReport(_SINKS),
-    StretchDone(_SINKS, "1", 2, 3, {"stack_lost": 4}, 5, 6),
+    StretchDone(_SINKS, "1", 2, 3, {"stack_lost": 4}, {"windows_lost": 1}, 5, 6),
     StretchLost({}, "1"),
     NoRoom({}, is_disk_full=True),
     CgroupsLeftOut({}, ((1 << 64) - 1, 0)),
