@@ -62,6 +62,7 @@ from aiflame.agent.fleet.naming_messages import (
     StretchEnded,
     StretchLeft,
 )
+from aiflame.agent.fleet.naming_progress import HUNG_S, UNHEARD_S
 from aiflame.agent.fleet.notify import ServiceManager
 from aiflame.agent.fleet.prepared import PreparedHelpers
 from aiflame.agent.fleet.reloads import ReloadRequests
@@ -670,6 +671,7 @@ class _Agent:
             ending = self._naming.ended()
             self._hear(self._naming)  # also what it has said last
             self._tell_to_look(self._naming)
+            self._watch(self._naming)
             if ending:
                 self._log.say_seldom(ending, f"the process that names and sends {ending}")
                 self._naming.close()
@@ -689,6 +691,23 @@ class _Agent:
         if (settings.include or settings.exclude) and time.monotonic() >= self._look_at_s:
             self._look_at_s = time.monotonic() + _LOOK_S
             naming.tell(LookAtCgroups())
+
+    def _watch(self, naming: NamingProcess) -> None:
+        """Tells of a naming process that lives and gets nowhere; kills it where it hangs."""
+        unheard_s = naming.look()
+        self._vitals.note_naming_unheard(unheard_s)
+        if unheard_s >= UNHEARD_S:
+            self._log.say_seldom(
+                "naming unheard",
+                f"the process that names and sends has taken nothing for {unheard_s:.0f} s:"
+                " nothing is sent meanwhile, and what is recorded waits on disk",
+            )
+        if naming.kill_if_hung():
+            self._log.say(
+                f"the process that names and sends has not run for {HUNG_S:.0f} s: it is killed,"
+                " for another one to take over"
+            )
+            self._vitals.note_naming_killed()
 
     def _hear(self, naming: NamingProcess) -> None:
         for report in naming.reports():

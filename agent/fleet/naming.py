@@ -27,6 +27,7 @@ from aiflame.agent.fleet.naming_messages import (
     NamingReport,
     ToNaming,
 )
+from aiflame.agent.fleet.naming_progress import HUNG_S, NamingProgress
 from aiflame.agent.inspector.fork_server import ForkServer, Program
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.sinks.naming_channel import NamingChannel
@@ -71,6 +72,8 @@ class NamingProcess(NamingChannel):
         self._waiting: deque[ToNaming] = deque()
         self._server = server
         self._log = log
+        self._progress = NamingProgress(ours)
+        self._is_killed = False
         helper_bytes = config.agent.helper_memory
         try:
             with Path(os.devnull).open("wb") as nowhere:
@@ -108,12 +111,36 @@ class NamingProcess(NamingChannel):
         """Sends what waits, as far as there is room; returns whether that was all."""
         with suppress(OSError):  # no interpreter can be started: `ended` says so
             self._server.look()
+        self._progress.note_taken()
+        try:
+            return self._send_all()
+        finally:
+            self._progress.note_sent()
+
+    def _send_all(self) -> bool:
         if not self._tell_files():
             return False
         while self._waiting:
             if not self._send(self._waiting[0]):
                 return False
             self._waiting.popleft()
+        return True
+
+    def look(self) -> float:
+        """Returns for how long, in seconds, it takes none of the messages that wait for it."""
+        self._progress.look(self.pid)
+        return self._progress.unheard_s
+
+    def kill_if_hung(self) -> bool:
+        """Kills it where it hangs; returns whether it did. `ended` tells of its end.
+
+        Where it waits for a file system that never answers, that comes when this does: no other
+        one is started until then, for it would wait as well, and the next one, too.
+        """
+        if self._is_killed or self.pid is None or self._progress.still_s < HUNG_S:
+            return False
+        self._process.kill()
+        self._is_killed = True
         return True
 
     def reports(self) -> Iterator[NamingReport]:

@@ -22,6 +22,7 @@ from aiflame.agent.fleet.naming_messages import (
     StretchDone,
     StretchLost,
 )
+from aiflame.agent.fleet.naming_progress import UNHEARD_S
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Window
 from aiflame.agent.recording.chance import Chances
@@ -107,6 +108,8 @@ class Vitals:
         self._kept_s: float | None = None
         self._named_s = time.monotonic()
         self._naming_since_s: float | None = None
+        self._naming_unheard_s = 0.0
+        self._namings_killed = 0
         self._windows = self._windows_lost = self._stretches = self._stretches_lost = 0
         self._samples = Counter({kind.name.lower(): 0 for kind in SampleClass})
         self._lost: Counter[str] = Counter()
@@ -185,6 +188,7 @@ class Vitals:
         """Takes note that the process that names and sends is a new one."""
         with self._lock:
             self._naming_since_s = time.monotonic()
+            self._naming_unheard_s = 0.0
             for export in self._exports.values():
                 export.begin()
 
@@ -194,6 +198,17 @@ class Vitals:
             if self._is_naming_steady():
                 self._named_s = time.monotonic()
             self._naming_since_s = None
+            self._naming_unheard_s = 0.0
+
+    def note_naming_unheard(self, seconds: float) -> None:
+        """Takes for how long it takes none of the messages that wait for it."""
+        with self._lock:
+            self._naming_unheard_s = seconds
+
+    def note_naming_killed(self) -> None:
+        """Counts one that was killed, as it hung."""
+        with self._lock:
+            self._namings_killed += 1
 
     def _is_naming_steady(self) -> bool:
         since_s = self._naming_since_s
@@ -240,8 +255,11 @@ class Vitals:
                 return "no window was kept yet: the log says why"
             lost_s, unnamed_s = now_s - self._kept_s, now_s - self._named_s
             is_steady = self._is_naming_steady()
+            unheard_s = self._naming_unheard_s
         if lost_s > _KEPT_S:
             return f"no window was kept for {lost_s:.0f} s: the log says why"
+        if unheard_s >= UNHEARD_S:
+            return f"the process that names and sends has taken nothing for {unheard_s:.0f} s"
         if unnamed_s > _NAMED_S and not is_steady:
             return (
                 f"nothing was named and queued for {unnamed_s:.0f} s, as the process that does it"
@@ -267,6 +285,11 @@ class Vitals:
                     "stretches_lost",
                     "Those that could not be, or were dropped before.",
                     self._stretches_lost,
+                ),
+                (
+                    "naming_killed",
+                    "Processes that name and send that were killed, as they hung.",
+                    self._namings_killed,
                 ),
                 (
                     "self_cpu_seconds",
@@ -302,6 +325,11 @@ class Vitals:
                     "Share of the time in which helpers sample stalls, in the process with the"
                     " smallest.",
                     self._device_duty_ratio,
+                ),
+                (
+                    "naming_unheard_seconds",
+                    "For how long the process that names and sends takes nothing of what waits.",
+                    self._naming_unheard_s,
                 ),
                 ("containers", "Containers in the newest stretch.", self._containers),
                 (

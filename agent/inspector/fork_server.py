@@ -146,6 +146,11 @@ class Helper:
         self.close()
         return ending
 
+    def kill(self) -> None:
+        """Kills it, if it is there; waits for nothing, as `poll` tells of its end."""
+        if self.pid and self._process_fd >= 0:
+            self._kill()
+
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._process_fd, signal.SIGKILL)

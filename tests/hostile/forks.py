@@ -54,6 +54,23 @@ def wait(_: Sequence[str]) -> None:
     sys.stdin.read()
 
 
+def take_messages(_: Sequence[str]) -> None:
+    """Takes messages, and says of losses that a stretch has told of them."""
+    from aiflame.agent.fleet.naming_messages import TO_NAMING, Lost, StretchDone
+    from aiflame.agent.typed_messages import encode
+
+    channel = socket.socket(fileno=0)
+    while data := channel.recv(65536):
+        if isinstance(message := TO_NAMING.decode(data), Lost):
+            channel.send(encode(StretchDone({}, "1", 0, 0, {}, message.counts, 0, 0)))
+
+
+def take_nothing(_: Sequence[str]) -> None:
+    """Is at something else for ever."""
+    while True:
+        time.sleep(0.001)
+
+
 def talk_nonsense(_: Sequence[str]) -> None:
     """Says more than a report may have, what is none, and then one, until it is told to end."""
     channel = socket.socket(fileno=0)

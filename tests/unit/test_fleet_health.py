@@ -225,6 +225,12 @@ class _Naming:
 
     def pump(self) -> None: ...
 
+    def look(self) -> float:
+        return 0.0
+
+    def kill_if_hung(self) -> bool:
+        return False
+
     def close(self) -> None: ...
 
     def reports(self) -> list[NamingReport]:

@@ -29,6 +29,7 @@ from aiflame.agent.fleet.naming_messages import (
 )
 from aiflame.agent.fleet.naming_worker import _Worker
 from aiflame.agent.fleet.stretch_naming import Lateness
+from aiflame.agent.fleet.vitals import Vitals
 from aiflame.agent.recording.recorder import Progress
 from aiflame.agent.sinks.written import Naming
 from aiflame.agent.symbolize.files import GivenFiles
@@ -58,6 +59,12 @@ class _Naming:
     def pump(self) -> None:
         pass
 
+    def look(self) -> float:
+        return 0.0
+
+    def kill_if_hung(self) -> bool:
+        return False
+
     def reports(self) -> Iterator[NamingReport]:
         return iter(())
 
@@ -73,6 +80,7 @@ def _agent(config: AgentConfig, naming: _Naming, log: Log) -> _Agent:
         "config": config,
         "signals": no_requests,
         "log": log,
+        "vitals": Vitals(),
         "reload": lambda: load(None, {}, {}),
         "captures": SimpleNamespace(use=lambda _: None),
     }
