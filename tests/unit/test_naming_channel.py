@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from aiflame.agent.processes.binaries import BinaryFile
 from aiflame.agent.sinks import capture_process
-from aiflame.agent.sinks.capture_process import CaptureProcess
+from aiflame.agent.sinks.capture_process import CaptureFailed, CaptureProcess
 from aiflame.agent.sinks.capture_report import Report
 from aiflame.agent.sinks.capture_worker import _MESSAGES, messages
 from aiflame.agent.sinks.naming_channel import NamingChannel
@@ -44,6 +44,16 @@ while (name := json.loads(channel.recv(1 << 16))["message"]) != "End":
         channel.send(again)
 channel.send(again)
 channel.send(encode(Report(problems=tuple(heard))))
+"""
+
+# Says what is no report once it has heard the message that it is called with.
+_NONSENSE = """
+import json, signal, socket, sys
+channel = socket.socket(fileno=0)
+while json.loads(channel.recv(1 << 16))["message"] != sys.argv[1]:
+    pass
+channel.send(b'{"message":"Report","problems":1}')
+signal.pause()
 """
 
 
@@ -170,6 +180,22 @@ def test_a_capture_is_reported_after_what_was_missing(
         process.give(1)
         report = process.finish()
     assert report.problems == ("FileGiven", "Windows", "FileGiven", "Windows")
+
+
+@pytest.mark.parametrize("when", ["Windows", "End"])
+def test_a_capture_whose_report_is_none_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    # GIVEN a process that says what is no report, while it records or in the end, and stays
+    monkeypatch.setattr(capture_process, "COMMAND", (sys.executable, "-c", _NONSENSE, when))
+    with closing(CaptureProcess(tmp_path, tmp_path / "capture", _table())) as process:
+        process.give(1)
+        if when == "Windows":
+            process._wait_for(select.POLLIN)
+            process.give(1)
+        # THEN the recording goes on, and in the end it is known that there is no capture.
+        with pytest.raises(CaptureFailed):
+            process.finish()
 
 
 def test_signals_to_all_processes_of_a_recorder_cost_no_capture(tmp_path: Path) -> None:
