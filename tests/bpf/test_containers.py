@@ -263,7 +263,7 @@ def test_two_containers_with_equal_pids_and_what_is_in_them(
         native = stack.enter_context(podman.running("native", "/guest"))
         assert {procfs.namespaced_pid(pid) for _, _, pid in (python, native)} == {1}
         # WHEN the host is recorded while they compute
-        with Recording(tmp_path, "-a", "-F", 499) as recording:
+        with Recording(tmp_path, "-a", "-F", 499, "--no-off-cpu") as recording:
             for workload, _, _ in (python, native):
                 workload.go()
             for workload, _, _ in (python, native):
@@ -294,7 +294,7 @@ def test_two_containers_with_equal_pids_and_what_is_in_them(
 def test_a_container_that_is_there_for_50_ms(podman: _Podman, tmp_path: Path) -> None:
     name = f"{_OWN}-short"
     try:
-        with Recording(tmp_path, "-a", "-F", 499) as recording:
+        with Recording(tmp_path, "-a", "-F", 499, "--no-off-cpu") as recording:
             # WHEN a container comes and goes while the host is recorded
             command = podman.run_command("short", _interpreter(), "-S", "-c", _SHORT)
             subprocess.run([*map(str, command)], check=True, stdin=subprocess.DEVNULL, timeout=60)
@@ -314,7 +314,7 @@ def test_a_container_that_is_there_for_50_ms(podman: _Podman, tmp_path: Path) ->
 @pytest.mark.breadth
 def test_a_container_that_is_gone_has_its_id(podman: _Podman, tmp_path: Path) -> None:
     ids = tmp_path / "id"
-    with Recording(tmp_path, "-a", "-F", 499) as recording:
+    with Recording(tmp_path, "-a", "-F", 499, "--no-off-cpu") as recording:
         # WHEN nothing is left of a container by the time that labels are made
         words = ("--rm", "--cidfile", ids)
         command = podman.run_command("gone", _interpreter(), "-S", "-c", _SHORT, options=words)

@@ -79,7 +79,7 @@ def test_a_file_that_could_not_be_opened_at_first_is_later(guest: Path, tmp_path
     )
     command = ["unshare", "-m", "sh", "-c", script, "sh", guest, inside]
     with (
-        Recording(tmp_path, "-a", "-F", 999, "--gpu", "none") as recording,
+        Recording(tmp_path, "-a", "-F", 999, "--no-off-cpu", "--gpu", "none") as recording,
         Workload(command) as workload,
     ):
         # WHEN it runs for longer
