@@ -209,12 +209,17 @@ test:  ## all checks and tests; BREADTH=1 BOOT="5.10 6.1" as CI runs them, which
 			rm $$series
 		done
 	}
-	# Recordings wait about as long as they compute: three at a time keep two processors busy. Each
+	# Recordings wait about as long as they compute: with four at a time two processors are busy. Each
 	# run begins with other modules, and goes on with what is left; those of OTHERS, which look at the
-	# whole host, are of one run only.
-	status=0 share=
-	{ $(MAKE_TARGET) lint && run_series stores $(STORES); } > build/stores.log 2>&1 & stores=$$!
-	share="--share-modules build/shared"
+	# whole host, are of one run only, and what computes is of the one that began with lint, too.
+	run_stores() {
+		local code=0
+		{ $(MAKE_TARGET) lint && share= run_series stores $(STORES); } || code=$$?
+		run_series rest $(COMPUTING) || code=$$?
+		return $$code
+	}
+	status=0 share="--share-modules build/shared"
+	run_stores > build/stores.log 2>&1 & stores=$$!
 	run_series unit $(COMPUTING) $(BESIDE) > build/unit.log 2>&1 & unit=$$!
 	run_series beside $(BESIDE) $(COMPUTING) > build/beside.log 2>&1 & beside=$$!
 	run_series others $(OTHERS) $(COMPUTING) $(BESIDE) || status=1
