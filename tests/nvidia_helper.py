@@ -7,8 +7,10 @@ pipe written, as a recorder does it.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import shutil
 import stat
 import struct
 import subprocess
@@ -16,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -51,7 +54,7 @@ _CONTROL = struct.Struct("<8I")
 _MAGIC, _START, _STOP = 0x63666961, 1, 2
 MEMFD = "/memfd:aiflame-"
 # Of a helper that only its test knows.
-_ALONE = '-DMEMORY_NAME=\\"aiflame-alone\\"'
+ALONE = '-DMEMORY_NAME=\\"aiflame-alone\\"'
 # memory_header.control_fd
 _CONTROL_FD = struct.Struct("<i")
 _CONTROL_FD_AT = 48
@@ -64,24 +67,85 @@ BLOCK_NS = 1000
 SAMPLES_OF_BLOCK = 8
 
 
-def build(folder: Path, *flags: str, without: str = "") -> Path:
-    """Builds the stand-ins and the helper into a folder; `without` is a function of CUPTI."""
-    folder.mkdir(parents=True, exist_ok=True)
-    extra = f"EXTRA={' '.join(flags)}"
-    left_out = [f"WITHOUT=-D{without}=absent_{without}"] if without else []
-    make = ["make", "--silent", "--no-print-directory"]
-    subprocess.run([*make, "-C", STANDIN, f"OUT={folder}", extra, *left_out], check=True)
-    library = folder / "libaiflame-nvidia.so"
-    subprocess.run([*make, "-C", HELPER, f"OUT={library}", extra], check=True)
+# Where those without any flag are, for all that run tests: they are made once, and copied.
+_BUILT = ROOT / "build/standin"
+_CUPTI, _LIBRARY = "libcupti.so.12", "libaiflame-nvidia.so"
+
+
+def _make_standin(folder: Path, *words: str) -> None:
+    command = ["make", "--silent", "--no-print-directory", "-C", STANDIN, f"OUT={folder}", *words]
+    subprocess.run(command, check=True)
+
+
+def _make_helper(folder: Path, *flags: str) -> None:
+    command = ["make", "--silent", "--no-print-directory", "-C", HELPER]
+    words = (f"OUT={folder / _LIBRARY}", f"EXTRA={' '.join(flags)}")
+    subprocess.run([*command, *words], check=True)
+
+
+@cache
+def prebuilt() -> Path:
+    """Returns the stand-ins and the helper, made where their sources have changed."""
+    _BUILT.mkdir(parents=True, exist_ok=True)
+    # `make test` has several runs of pytest side by side.
+    with _BUILT.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _make_standin(_BUILT)
+        _make_helper(_BUILT)
+    return _BUILT
+
+
+@cache
+def _prebuilt_alone() -> Path:
+    folder = _BUILT / "alone"
+    with _BUILT.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder.mkdir(exist_ok=True)
+        _make_helper(folder, ALONE)
+    return folder / _LIBRARY
+
+
+def build(folder: Path, *flags: str, without: str = "", cupti: str = "") -> Path:
+    """Puts the stand-ins and the helper into a folder.
+
+    Args:
+        folder: Is made.
+        flags: For the compiler, of the helper.
+        without: A function that CUPTI's stand-in lacks.
+        cupti: A flag for the compiler, of CUPTI's stand-in.
+    """
+    shutil.copytree(prebuilt(), folder, dirs_exist_ok=True)
+    if without:
+        cupti = f"-D{without}=absent_{without}"
+    if cupti:
+        (folder / _CUPTI).unlink()
+        _make_standin(folder, f"WITHOUT={cupti}", f"{folder / _CUPTI}")
+    if flags:
+        (folder / _LIBRARY).unlink()
+        _make_helper(folder, *flags)
     return folder
 
 
-def build_alone(folder: Path, *flags: str, without: str = "") -> Path:
-    """The same, of which recorders of the whole machine do not find the helper.
+def build_all(folder: Path, *flags: str) -> Path:
+    """The same, all of it with flags for the compiler."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _make_standin(folder, f"EXTRA={' '.join(flags)}")
+    _make_helper(folder, *flags)
+    return folder
+
+
+def build_alone(folder: Path, *flags: str, without: str = "", cupti: str = "") -> Path:
+    """Does as `build`, with a helper that recorders of the whole machine do not find.
 
     Other tests run such recorders at the same time, which ask each helper for what they want.
     """
-    return build(folder, *flags, _ALONE, without=without)
+    build(folder, without=without, cupti=cupti)
+    (folder / _LIBRARY).unlink()
+    if flags:
+        _make_helper(folder, *flags, ALONE)
+    else:
+        shutil.copy(_prebuilt_alone(), folder)
+    return folder
 
 
 @dataclass
@@ -321,7 +385,7 @@ class Target(Helped):
         arguments: Sequence[object] = (),
         environment: dict[str, str] | None = None,
     ) -> None:
-        self.helper = folder / "libaiflame-nvidia.so"
+        self.helper = folder / _LIBRARY
         variables = {
             **os.environ,
             "LD_LIBRARY_PATH": str(folder),

@@ -38,7 +38,7 @@ from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage
 from aiflame.agent.processes.thread_walk import WalkedThread
 from aiflame.agent.target_files import TargetFile
 from aiflame.gpu.nvidia.family import NvidiaFamily
-from nvidia_helper import HELPER
+from nvidia_helper import prebuilt
 
 _SOURCE = Path(aiflame.agent.injection.__file__).parent / "code.S"
 _U64 = 1 << 64
@@ -270,9 +270,7 @@ def test_calls_of_the_library_are_asked_about() -> None:
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 def test_the_helper_makes_the_calls_that_are_known_of_it(tmp_path: Path) -> None:
-    library, trace = tmp_path / "helper.so", tmp_path / "trace"
-    make = ("make", "-s", "-C", HELPER, f"OUT={library}")
-    subprocess.run(make, check=True)
+    library, trace = prebuilt() / "libaiflame-nvidia.so", tmp_path / "trace"
     script = """
 import ctypes, os, sys
 os.write(1, b"begin")

@@ -27,6 +27,7 @@ from aiflame.gpu.protocol import HelperError, HelperLoss, HelperTier, Why
 from breadth import cases
 from helper_memory import Host
 from nvidia_helper import (
+    ALONE,
     BLOCK_NS,
     MEMFD,
     SAMPLES_OF_BLOCK,
@@ -34,6 +35,7 @@ from nvidia_helper import (
     Helped,
     Target,
     Told,
+    build_all,
     build_alone,
 )
 from support import wait_until
@@ -1247,8 +1249,9 @@ def test_the_oldest_sufficient_one_of_those_installed_is_chosen(
         pytest.skip("no CUDA runtime may be installed for this")
     folder = _without_cupti(standin, tmp_path)
     for name, version in (("libcupti.so.12", older), ("libcupti.so.13", newer)):
-        made = build_alone(tmp_path / f"of-{version}", f"-DCUPTI_VERSION={version}")
-        shutil.copy(made / "libcupti.so.12", folder / name)
+        flag = f"-DCUPTI_VERSION={version}"
+        made = build_alone(tmp_path / f"of-{version}", cupti=flag) / "libcupti.so.12"
+        shutil.copy(made, folder / name)
     with Target(folder, f"driver={driver}", gpu=_ALL) as target:
         target.obey(*_SETUP)
         with target.control():
@@ -1290,7 +1293,7 @@ def test_a_real_cupti_that_refuses_is_told(standin: Path, tmp_path: Path) -> Non
 )
 @pytest.mark.breadth
 def test_sanitizers_find_nothing(tmp_path: Path, sanitizer: str, options: dict[str, str]) -> None:
-    folder = build_alone(tmp_path, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
+    folder = build_all(tmp_path, ALONE, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
     with Target(folder, gpu=_ALL, environment=options) as target:
         target.obey(*_SETUP)
         with target.control() as control:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiflame.gpu.protocol import HelperError, HelperLoss, HelperTier, Serialised, Why
-from nvidia_helper import SAMPLES_OF_BLOCK, Control, Target, Told, build_alone
+from nvidia_helper import ALONE, SAMPLES_OF_BLOCK, Control, Target, Told, build_all, build_alone
 from support import wait_until
 
 # A window of 100 ms in each 400, the first after 40.
@@ -415,7 +415,7 @@ def test_sanitizers_find_nothing_in_windows(
     tmp_path: Path, sanitizer: str, options: dict[str, str]
 ) -> None:
     flags = (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", _WINDOWS)
-    folder = build_alone(tmp_path, *flags)
+    folder = build_all(tmp_path, ALONE, *flags)
     with Target(folder, gpu=_ALL, environment=options) as target:
         target.obey(*_SETUP)
         with target.control() as control:
