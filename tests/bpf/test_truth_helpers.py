@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from aiflame.agent.model.gpu import NONE
@@ -20,7 +21,7 @@ from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.device_times import device_times
 from breadth import cases
 from browser.chromium import CHROMIUM, browser
-from recordings import Recording, Workload, frames_of
+from recordings import Ended, Recording, Workload, frames_of
 from toy_family import RECORD
 
 pytestmark = pytest.mark.bpf
@@ -32,13 +33,17 @@ _LAUNCHES = {("often", "scale"): 3, ("seldom", "scale"): 1, ("seldom", "fill"): 
 _NS = {("often", "scale"): 6_000, ("seldom", "scale"): 20_000, ("seldom", "fill"): 5_000}
 
 
+def _toys(workload: Callable[..., Path], folder: Path) -> Path:
+    """Puts the program into a folder, with its helper beside it."""
+    library = workload("toyhelper", "-shared", "-fPIC", "-Wl,-soname,libaiflame-toy.so")
+    shutil.copy(library, folder / "libaiflame-toy.so")
+    program = workload("toys", str(library), "-Wl,-rpath,$ORIGIN")
+    return Path(shutil.copy(program, folder / "toys"))
+
+
 @pytest.fixture
 def toys(workload: Callable[..., Path], tmp_path: Path) -> Path:
-    """The program, with its helper beside it."""
-    library = tmp_path / "libaiflame-toy.so"
-    shutil.copy(workload("toyhelper", "-shared", "-fPIC"), library)
-    flags = (str(library), f"-Wl,-rpath,{tmp_path}")
-    return Path(shutil.copy(workload("toys", *flags), tmp_path / "toys"))
+    return _toys(workload, tmp_path)
 
 
 def _site(profile: Profile, stack: int) -> str:
@@ -77,20 +82,34 @@ def _of_rounds(of_one: dict[tuple[str, str], int]) -> dict[tuple[str, str], int]
     return {key: value * _ROUNDS for key, value in of_one.items()}
 
 
+class Sound(NamedTuple):
+    """The recording of a program that tells no lies."""
+
+    ended: Ended
+    truth: dict[str, int]
+    pid: int
+
+
+@pytest.fixture(scope="module")
+def sound(workload: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Sound:
+    folder = tmp_path_factory.mktemp("sound")
+    with (
+        Workload([_toys(workload, folder), _ROUNDS, "sound"]) as started,
+        Recording(folder, "-p", started.pid, program=RECORD) as recording,
+    ):
+        started.go()
+        truth = started.truth()
+        return Sound(recording.stop(), truth, started.pid)
+
+
 def test_times_of_numbered_launches_are_under_their_stacks(
-    toys: Path, tmp_path: Path, run_aiflame: Callable[..., subprocess.CompletedProcess[str]]
+    sound: Sound, run_aiflame: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     # GIVEN one kernel of two sites, 3:1, which takes ten times as long for the one as for the other
-    with (
-        Workload([toys, _ROUNDS, "sound"]) as workload,
-        Recording(tmp_path, "-p", workload.pid, program=RECORD) as recording,
-    ):
-        workload.go()
-        truth = workload.truth()
-        ended = recording.stop()
+    ended, truth, pid = sound
     # WHEN it is read, THEN each launch and each nanosecond is where it was launched
     profile = ended.profile
-    process = _process(profile, workload.pid)
+    process = _process(profile, pid)
     assert _launched(profile, process) == _of_rounds(_LAUNCHES)
     assert _ran_ns(profile, process) == _of_rounds(_NS)
     assert sum(_of_rounds(_NS).values()) == truth["often.ns"] + truth["seldom.ns"]
@@ -124,19 +143,11 @@ def _gpu_time(
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_the_page_of_a_recording_shows_gpu_time(
-    toys: Path, tmp_path: Path, run_aiflame: Callable[..., subprocess.CompletedProcess[str]]
+    sound: Sound, tmp_path: Path, run_aiflame: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    # GIVEN a recording of kernels whose times are known
-    with (
-        Workload([toys, _ROUNDS, "sound"]) as workload,
-        Recording(tmp_path, "-p", workload.pid, program=RECORD) as recording,
-    ):
-        workload.go()
-        workload.truth()
-        ended = recording.stop()
-    # WHEN its page is opened in a browser
+    # WHEN the page of a recording of kernels whose times are known is opened in a browser
     path = tmp_path / "gputime.html"
-    run_aiflame("report", ended.capture, "--view", "gputime", "-o", path)
+    run_aiflame("report", sound.ended.capture, "--view", "gputime", "-o", path)
     with browser(tmp_path) as page:
         page.open(path)
         # THEN each site has its own
