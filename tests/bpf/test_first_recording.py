@@ -18,7 +18,7 @@ from aiflame.agent.symbols.known import file_key
 from breadth import cases
 from recordings import Recording, frames_of, rows_of
 from short_processes import SCRIPT, busy_loops
-from support import AIFLAME
+from support import AIFLAME, wait_until
 
 pytestmark = pytest.mark.bpf
 
@@ -146,8 +146,11 @@ def test_a_commands_files_are_known_before_it_runs(tmp_path: Path) -> None:
 def test_no_device_is_looked_for_where_no_process_uses_one(tmp_path: Path) -> None:
     with _running(_BUSY) as process, Recording(tmp_path, "-p", process.pid) as recording:
         _go(process)
+        wait_until(recording.windows, 60)
         ended = recording.stop()
-    assert ended.profile.gpu.devices == ()
+    gpu = ended.profile.gpu
+    assert gpu.devices == gpu.functions == ()
+    assert len(gpu.calls) == len(gpu.samples) == 0
     assert "device opencl" not in ended.stderr
 
 

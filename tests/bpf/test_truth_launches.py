@@ -302,18 +302,17 @@ def test_cuda_kernels_of_a_running_program_have_names(
     assert sum("scale" in name or "fill" in name for name in names) == len(names) - 2
 
 
-def test_a_program_without_a_device_has_no_launches(
-    workload: Callable[..., Path], tmp_path: Path
-) -> None:
-    started = Workload([workload("burns"), 300])
-    profile, _ = record_workload(tmp_path, started)
-    assert len(profile.gpu.calls) == len(profile.gpu.samples) == 0
-    assert profile.gpu.functions == ()
-
-
 def test_gpu_none_records_no_device_half(program: Path, tmp_path: Path) -> None:
-    started = Workload([program, 300], env=_environment(tmp_path))
-    profile, _ = record_workload(tmp_path, started, "--gpu", "none")
+    with (
+        Workload([program, 300], env=_environment(tmp_path)) as started,
+        Recording(tmp_path, "-p", started.pid, "--gpu", "none") as recording,
+    ):
+        started.go()
+        started.truth()
+        ended = recording.stop()
+    assert "device opencl" not in ended.stderr
+    assert " device samples in " not in ended.stderr
+    profile = ended.profile
     assert profile.gpu.devices == ()
     assert len(profile.gpu.calls) == len(profile.gpu.samples) == 0
     assert len(profile.samples) > 0
