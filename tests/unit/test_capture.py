@@ -8,7 +8,9 @@ import os
 import resource
 import sqlite3
 import struct
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -138,7 +140,21 @@ _ROWS: dict[str, list[tuple[object, ...]]] = {
 }
 
 
+@cache
+def _whole() -> bytes:
+    """The capture with all that is above."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _write_changed(Path(folder) / "run.aiflame", None).read_bytes()
+
+
 def _write(path: Path, *, meta: dict[str, str | int] | None = None, **rows: list) -> Path:
+    if meta is not None or rows:
+        return _write_changed(path, meta, **rows)
+    path.write_bytes(_whole())
+    return path
+
+
+def _write_changed(path: Path, meta: dict[str, str | int] | None, **rows: list) -> Path:
     writer = CaptureWriter(path)
     writer.put_meta(_META if meta is None else meta)
     for table, own in _ROWS.items():
