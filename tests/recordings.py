@@ -49,9 +49,10 @@ class Workload(AbstractContextManager["Workload"]):
             **keywords,
         )
         self.pid = self.process.pid
-        assert self._line() == "ready"
+        assert self.line() == "ready"
 
-    def _line(self) -> str:
+    def line(self) -> str:
+        """Waits for a line that it writes."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the workload ended early: {self.process.poll()}"
@@ -66,7 +67,7 @@ class Workload(AbstractContextManager["Workload"]):
     def truth(self) -> dict[str, int]:
         """Waits until it is done; returns what it measured."""
         measured = {}
-        while (line := self._line()) != "done":
+        while (line := self.line()) != "done":
             name, value = line.split()
             measured[name] = int(value)
         return measured

@@ -3,33 +3,36 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
-from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.profile import NS_PER_S, Profile, SampleClass, TimeRange
 from aiflame.agent.reports.time_range import in_range, recorded_ns
-from support import AIFLAME
+from recordings import Recording, Workload
 
 pytestmark = pytest.mark.bpf
 
-_SECONDS = 9
+# Work and sleep have 2.2 s each, so that either has a whole second with its margins wherever that
+# begins. Those of both are in these five if the program begins within 1.78 s of them.
+_SECONDS = 5
 
 # A thread that works and sleeps in turns and says when, and one that only sleeps.
 _PROGRAM = """
 import threading, time
 
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-while True:
-    print("work", time.time_ns(), flush=True)
-    until = time.monotonic() + 2.2
-    while time.monotonic() < until:
-        pass
-    print("sleep", time.time_ns(), flush=True)
-    time.sleep(2.7)
+print("ready", flush=True)
+input()
+print("work", time.time_ns(), flush=True)
+until = time.monotonic() + 2.2
+while time.monotonic() < until:
+    pass
+print("sleep", time.time_ns(), flush=True)
+time.sleep(2.2)
+print("end", time.time_ns(), flush=True)
+input()
 """
 
 # Where phases meet, a second has something of both; clocks and drains add some milliseconds.
@@ -48,21 +51,19 @@ class Run(NamedTuple):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("ranges")
-    with (folder / "phases").open("w") as out:
-        process = subprocess.Popen([sys.executable, "-c", _PROGRAM], stdout=out)
-    arguments = ("-q", "-p", str(process.pid), "-d", str(_SECONDS), "-o", "run.aiflame")
-    try:
-        subprocess.run([*AIFLAME, "record", *arguments], check=True, timeout=120, cwd=folder)
-    finally:
-        process.kill()
-        process.wait()
-    profile = read_capture(folder / "run.aiflame")
-    lines = [line.split() for line in (folder / "phases").read_text().splitlines()]
+    with (
+        Workload([sys.executable, "-c", _PROGRAM]) as program,
+        Recording(folder, "-p", program.pid, "-d", _SECONDS) as recording,
+    ):
+        program.go()
+        lines = [program.line().split() for _ in range(3)]
+        profile = recording.wait().profile
+        program.go()
     started_ns = profile.recording.started_unix_ns
     tids = [thread.tid for thread in profile.threads]
-    (sleeper,) = (i for i, tid in enumerate(tids) if tid != process.pid)
+    (sleeper,) = (i for i, tid in enumerate(tids) if tid != program.pid)
     phases = [(name, int(at) - started_ns) for name, at in lines]
-    yield Run(profile, phases, tids.index(process.pid), sleeper)
+    yield Run(profile, phases, tids.index(program.pid), sleeper)
 
 
 def _second(profile: Profile, second: int) -> Profile:
