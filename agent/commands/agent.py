@@ -116,7 +116,10 @@ def run(args: argparse.Namespace, choose: ChooseFamilies = choose_families) -> i
         return _check(load(args.config, flags, os.environ))
     reloads = ReloadRequests()  # before all that takes time
     from aiflame.agent.fleet.agent import begin_fork_server, run_agent  # not to check
+    from aiflame.agent.fleet.host_checks import enter_host_cgroup_namespace
     from aiflame.agent.fleet.log import Log
+
+    enter_host_cgroup_namespace()  # before there are other threads and processes
 
     with closing(begin_fork_server()) as server:
         return run_agent(

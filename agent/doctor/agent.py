@@ -23,6 +23,7 @@ from aiflame.agent.fleet.config import AgentConfig, load
 from aiflame.agent.fleet.host_checks import (
     cgroup_layout,
     cgroup_namespace_note,
+    enter_host_cgroup_namespace,
     require_host_pids,
 )
 from aiflame.agent.fleet.labelling import kubelet_of
@@ -75,8 +76,13 @@ def pid_namespace(_: Context) -> Finding:
 
 def cgroups(_: Context) -> Finding:
     """Can processes be told apart, and left out, by their cgroups?"""
+    enter_host_cgroup_namespace()  # as the agent does
     if note := cgroup_namespace_note():
-        return warn(note, "--cgroupns=host, and mount the host's /sys/fs/cgroup, read-only")
+        return warn(
+            note,
+            "--cgroupns=host, or SYS_ADMIN in capabilities.add; and mount the host's"
+            " /sys/fs/cgroup, read-only",
+        )
     if note := cgroup_layout().note:
         return warn(
             note,

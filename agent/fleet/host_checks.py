@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import enum
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +16,11 @@ from aiflame.agent.processes import procfs
 
 # PROC_CGROUP_INIT_INO (include/linux/proc_ns.h): the initial cgroup namespace has this inode.
 _INITIAL_CGROUP_NAMESPACE = 0xEFFFFFFB
+# Of kthreadd, which has the kernel's own namespaces (rest_init in init/main.c).
+_HOST_CGROUP_NAMESPACE = Path("/proc/2/ns/cgroup")
+_CLONE_NEWCGROUP = 0x02000000  # linux/sched.h
+
+_libc = ctypes.CDLL(None)
 
 
 class CgroupLayout(enum.Enum):
@@ -71,7 +79,21 @@ def require_host_pids() -> None:
         )
 
 
-def cgroup_namespace_note(namespace: Path = Path("/proc/self/ns/cgroup")) -> str:
+def enter_host_cgroup_namespace() -> None:
+    """Has this thread, and what it starts from now on, see cgroups by the paths of the host.
+
+    Containers have a namespace of their own where there is v2 alone, and in Kubernetes no setting
+    changes that. It takes CAP_SYS_ADMIN; where it does not work, `cgroup_namespace_note` tells.
+    """
+    if not cgroup_namespace_note():
+        return
+    with contextlib.suppress(OSError):
+        descriptor = os.open(_HOST_CGROUP_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
+        _libc.setns(descriptor, _CLONE_NEWCGROUP)
+        os.close(descriptor)
+
+
+def cgroup_namespace_note(namespace: Path = Path("/proc/thread-self/ns/cgroup")) -> str:
     """Returns what does not work in a cgroup namespace of our own, "" outside of one."""
     try:
         inode = namespace.stat().st_ino
@@ -80,7 +102,8 @@ def cgroup_namespace_note(namespace: Path = Path("/proc/self/ns/cgroup")) -> str
     if inode == _INITIAL_CGROUP_NAMESPACE:
         return ""
     return (
-        "the agent is in a cgroup namespace of its own: paths of cgroups lack what they share with"
-        " its own, and groups are excluded in the kernel only if the host's /sys/fs/cgroup is"
-        " mounted; run with --cgroupns=host"
+        "the agent is in a cgroup namespace of its own, and may not enter the host's without"
+        " CAP_SYS_ADMIN: paths of cgroups lack what they share with its own, and groups are"
+        " excluded in the kernel only if the host's /sys/fs/cgroup is mounted; run with"
+        " --cgroupns=host, or add SYS_ADMIN"
     )

@@ -625,3 +625,25 @@ def test_the_agent_refuses_a_pid_namespace_of_its_own() -> None:
     assert refused.returncode == 1
     assert "EnvironmentUnfit: the agent is in a pid namespace of its own" in refused.stderr
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("bounds", ["+all", "+all,-sys_admin"])
+def test_the_agent_sees_cgroups_of_the_host_from_a_cgroup_namespace_of_its_own(bounds: str) -> None:
+    script = "from aiflame.agent.fleet import host_checks as h; h.enter_host_cgroup_namespace();"
+    script += "print(open('/proc/self/cgroup').read(), 'note:' + h.cgroup_namespace_note())"
+    # GIVEN a process that is in a group of its own, and in a namespace that begins there
+    enter = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
+    inside = ("unshare", "--cgroup", "setpriv", f"--bounding-set={bounds}")
+    with made_groups(cgroup2_mounts()[0], f"{_OWN}/own") as (group,):
+        said = subprocess.run(
+            ["sh", "-c", enter, "sh", group, *inside, sys.executable, "-c", script],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+    # THEN it sees the host's path where it may, and says what is missing where it may not
+    may_enter = "sys_admin" not in bounds
+    assert (f"0::/{_OWN}/own\n" in said) == may_enter, said
+    assert said.endswith("note:\n") == may_enter
+    assert ("SYS_ADMIN" in said) != may_enter

@@ -88,6 +88,7 @@ _MAY_OPEN = {
     "agent/inspector/parser.py": "/dev/null, and what /proc says of a descriptor",
     "agent/unwind/worker.py": "what it is told to read",
     # The system's own.
+    "agent/fleet/host_checks.py": "the cgroup namespace of a thread of the kernel",
     "agent/processes/engine_files.py": "files of container engines, if they are root's",
     "agent/processes/podman_state.py": "the same, or a copy in a private directory in memory",
     "gpu/nvidia/machine.py": "what NVIDIA's driver tells in /proc, and its nodes in /dev",
