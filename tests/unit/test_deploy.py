@@ -91,7 +91,23 @@ def test_what_is_written_outlives_the_container() -> None:
     mounted = {one["mountPath"]: one.get("readOnly", False) for one in container()["volumeMounts"]}
     assert container()["securityContext"]["readOnlyRootFilesystem"]
     assert not mounted["/var/lib/aiflame"] and not mounted["/var/cache/aiflame"]
-    assert mounted["/sys/kernel/tracing"] and mounted["/sys/fs/cgroup"]
+    assert mounted["/sys/fs/cgroup"]
+
+
+def _of_kind(kind: str) -> dict[str, Any]:
+    (found,) = (one for one in manifests() if one["kind"] == kind)
+    return found
+
+
+def test_pods_come_to_be_where_critical_ones_need_a_quota() -> None:
+    (scope,) = _of_kind("ResourceQuota")["spec"]["scopeSelector"]["matchExpressions"]
+    pod = _of_kind("DaemonSet")["spec"]["template"]["spec"]
+    assert scope["scopeName"] == "PriorityClass"
+    assert pod["priorityClassName"] in scope["values"]
+    # AND the command to apply them knows all files
+    listed = _of_kind(_OF_KUBECTL)["resources"]
+    files = {path.name for path in (DEPLOY / "kubernetes").glob("*.yaml")}
+    assert {*listed, "kustomization.yaml"} == files
 
 
 def _snippet(name: str) -> dict[str, Any]:
