@@ -54,8 +54,8 @@ from aiflame.agent.symbols.frames import clean_name
 
 _DATABASE = "capture.aiflame"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Where memory runs out, of a pod for instance, this is what goes, and not the agent
-# (OOM_SCORE_ADJ_MAX, linux/oom.h).
+# Where memory runs out, of a unit for instance, this is what goes, and not the agent
+# (OOM_SCORE_ADJ_MAX, linux/oom.h). A kubelet has all of a container go (memory.oom.group).
 _OOM_SCORE = Path("/proc/self/oom_score_adj"), "1000"
 # A client that reads nothing for so long has gone.
 _SEND_S = 30.0
