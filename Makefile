@@ -271,6 +271,7 @@ wheel:  ## build a wheel into dist/, with the kernel programs compiled
 	$(needs_root)
 	$(MAKE_TARGET) programs
 	rm -rf build/lib build/bdist.*  # setuptools would ship what is left over there
+	rm -f dist/aiflame-*.whl  # of two versions pip installs neither
 	$(VENV)/bin/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
 	ls dist/*.whl
 
