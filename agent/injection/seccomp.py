@@ -62,6 +62,7 @@ class Call(enum.Enum):
     EXIT = 60
     FCNTL = 72
     FTRUNCATE = 77
+    FCHMOD = 91
     PRCTL = 157
     GETTID = 186
     FUTEX = 202

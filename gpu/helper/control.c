@@ -8,7 +8,11 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/stat.h>
 #include <unistd.h>
+
+/* Its owner's to read, everybody's to write. */
+#define PIPE_MODE 0622
 
 static int pipe_fd = -1, bell_fd = -1, poll_fd = -1;
 static _Atomic bool sleeps, was_rung;
@@ -37,6 +41,11 @@ static bool make(void)
 	/* No end for writing stays: children would have it, and nobody would notice who has gone. */
 	close(ends[1]);
 	pipe_fd = ends[0];
+	/*
+	 * It has no name: only who may read this process's memory gets to it, by /proc. A recorder
+	 * in a container may do that, and without CAP_DAC_OVERRIDE open no other user's files.
+	 */
+	fchmod(pipe_fd, PIPE_MODE);
 	return !watch(pipe_fd);
 }
 

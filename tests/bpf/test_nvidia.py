@@ -19,8 +19,10 @@ from aiflame.agent.reports.device_rows import device_samples
 from aiflame.agent.reports.kernel_stats import launch_calls
 from aiflame.gpu.nvidia.sampler import NOT_USED
 from breadth import cases
+from deployment import capabilities
 from nvidia_helper import BLOCK_NS, SAMPLES_OF_BLOCK, Target, build
 from recordings import Recording, frames_of
+from support import AIFLAME
 
 pytestmark = pytest.mark.bpf
 
@@ -173,6 +175,25 @@ def test_who_is_refused_is_told_why(standin: Path, tmp_path: Path) -> None:
     assert f"device nvidia: NVIDIA device: {words}." in ended.stderr
     page = FORMATS["html"].render(ended.profile, ReportOptions()).decode()
     assert f"NVIDIA device (nvidia): {words}" in page
+
+
+def test_helpers_of_other_users_are_told_with_the_rights_of_a_deployed_agent(
+    standin: Path, tmp_path: Path
+) -> None:
+    for folder in (standin, standin.parent, standin.parent.parent):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    # GIVEN a process of another user's, and root that never gets more rights than in a container
+    nobody = ("--reuid", 65534, "--regid", 65534, "--clear-groups", standin / "program")
+    bounds = ",".join(f"+{name.lower()}" for name in capabilities())
+    contained = ("setpriv", f"--bounding-set=-all,{bounds}", *AIFLAME, "record")
+    with Target(standin, gpu="", program=Path("/usr/bin/setpriv"), arguments=nobody) as target:
+        target.obey(*_SETUP)
+        # WHEN it is recorded
+        with Recording(tmp_path, "-p", target.pid, program=contained) as recording:
+            # THEN it is told to begin
+            target.read_until(lambda told: any(state.tier for state in told.states), 60)
+            ended = recording.stop()
+    assert "device_control_refused" not in {loss.name for loss in ended.profile.losses}
 
 
 def test_a_process_that_may_not_sample_has_times(standin: Path, tmp_path: Path) -> None:
