@@ -31,6 +31,7 @@ from aiflame.agent.model.profile import Profile, SampleClass, StopReason
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.targets import cgroup2_mounts
 from cgroups import made_groups
+from podman import LIMITS, interpreter, require_podman, working_podman
 from receivers.pyroscope import Pyroscope
 from receivers.server import serving
 from recordings import Recording, Workload, frames_of
@@ -41,8 +42,7 @@ pytestmark = [pytest.mark.bpf, pytest.mark.slow]
 # Other than any that another run of the tests has at the same time.
 _OWN = f"aiflame-test-{os.getpid()}"
 _IMAGE = f"localhost/{_OWN}:1.2"
-# Engines raise these to what root may have, which is not allowed everywhere; no network is needed.
-_OPTIONS = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096", "--network", "none")
+_OPTIONS = (*LIMITS, "--network", "none")  # which is not needed
 # Modules that an interpreter in a container does not need here.
 _LEFT_OUT = re.compile(
     r"(?:test|idlelib|tkinter|ensurepip|lib2to3|dist-packages|__pycache__|config-.*|turtledemo)"
@@ -148,8 +148,7 @@ def _libraries(programs: Sequence[Path]) -> set[Path]:
 
 def _make_root(root: Path, program: Path) -> None:
     """Copies what an interpreter and a program need, under the same names."""
-    base = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
-    interpreter = base.resolve()
+    python = Path(interpreter())
     standard = Path(os.__file__).parent
     shutil.copytree(
         standard,
@@ -158,7 +157,7 @@ def _make_root(root: Path, program: Path) -> None:
         symlinks=False,
         ignore_dangling_symlinks=True,
     )
-    for path in (interpreter, *_libraries([interpreter, program])):
+    for path in (python, *_libraries([python, program])):
         target = root / str(path).lstrip("/")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
@@ -170,8 +169,7 @@ def _make_root(root: Path, program: Path) -> None:
 @pytest.fixture(scope="module")
 def archive(workload: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of the image."""
-    if shutil.which("podman") is None:
-        pytest.skip("podman is not installed")
+    require_podman()
     folder = tmp_path_factory.mktemp("image")
     program = workload("guest", str(workload("guestlib", "-c")))
     _make_root(folder / "root", program)
@@ -186,33 +184,9 @@ def podman(archive: Path) -> Iterator[_Podman]:
     plain = _Podman(("podman",))
     plain("import", "--quiet", archive, _IMAGE)
     try:
-        said = []
-        for runtime in filter(shutil.which, ("crun", "runc")):
-            command = ("podman", "--runtime", runtime)
-            trial = [
-                *command,
-                "run",
-                "--rm",
-                *_OPTIONS,
-                _IMAGE,
-                _interpreter(),
-                "-c",
-                "print('ok')",
-            ]
-            trial += ["-c", "print('ok')"]
-            done = subprocess.run(trial, capture_output=True, text=True, timeout=60)
-            if done.stdout == "ok\n":
-                yield _Podman(command)
-                return
-            said.append(done.stderr.strip())
-        pytest.skip(f"podman runs no containers here: {said}")
+        yield _Podman(working_podman(_IMAGE, interpreter()))
     finally:
         plain("rmi", "--force", _IMAGE)
-
-
-def _interpreter() -> str:
-    base = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
-    return str(base.resolve())
 
 
 def _labels(profile: Profile) -> dict[int, Labels]:
@@ -259,7 +233,7 @@ def test_two_containers_with_equal_pids_and_what_is_in_them(
 ) -> None:
     with ExitStack() as stack:
         # GIVEN an interpreter and a program, each the first process of a container
-        python = stack.enter_context(podman.running("py", _interpreter(), "-c", _PYTHON))
+        python = stack.enter_context(podman.running("py", interpreter(), "-c", _PYTHON))
         native = stack.enter_context(podman.running("native", "/guest"))
         assert {procfs.namespaced_pid(pid) for _, _, pid in (python, native)} == {1}
         # WHEN the host is recorded while they compute
@@ -296,7 +270,7 @@ def test_a_container_that_is_there_for_50_ms(podman: _Podman, tmp_path: Path) ->
     try:
         with Recording(tmp_path, "-a", "-F", 499, "--no-off-cpu") as recording:
             # WHEN a container comes and goes while the host is recorded
-            command = podman.run_command("short", _interpreter(), "-S", "-c", _SHORT)
+            command = podman.run_command("short", interpreter(), "-S", "-c", _SHORT)
             subprocess.run([*map(str, command)], check=True, stdin=subprocess.DEVNULL, timeout=60)
             profile = recording.stop().profile
         container_id = podman("inspect", name, "--format", "{{.Id}}")
@@ -317,7 +291,7 @@ def test_a_container_that_is_gone_has_its_id(podman: _Podman, tmp_path: Path) ->
     with Recording(tmp_path, "-a", "-F", 499, "--no-off-cpu") as recording:
         # WHEN nothing is left of a container by the time that labels are made
         words = ("--rm", "--cidfile", ids)
-        command = podman.run_command("gone", _interpreter(), "-S", "-c", _SHORT, options=words)
+        command = podman.run_command("gone", interpreter(), "-S", "-c", _SHORT, options=words)
         subprocess.run([*map(str, command)], check=True, stdin=subprocess.DEVNULL, timeout=60)
         profile = recording.stop().profile
     container_id = ids.read_text()
@@ -343,7 +317,7 @@ class _Rootless:
     def create(self, name: str, script: str) -> str:
         """Makes a container that is removed once it has ended; returns its id."""
         options = ("--interactive", "--rm", "--name", name, *_OPTIONS, _IMAGE)
-        return self.podman("create", *options, _interpreter(), "-S", "-c", script)
+        return self.podman("create", *options, interpreter(), "-S", "-c", script)
 
     def group(self, container_id: str) -> str:
         """Returns the cgroup that systemd would make for a container."""
@@ -459,7 +433,7 @@ def test_many_containers_that_are_gone_before_they_are_asked_for(
 
         def run(number: int) -> None:
             words = ("--rm", "--cidfile", folder / f"{_OWN}-job{number}")
-            python = (_interpreter(), "-S", "-c", _BRIEF)
+            python = (interpreter(), "-S", "-c", _BRIEF)
             command = podman.run_command(f"job{number}", *python, options=words)
             subprocess.run(
                 [*map(str, command)], check=True, stdin=subprocess.DEVNULL, timeout=_PATIENCE_S
@@ -499,7 +473,7 @@ def test_short_lived_processes_that_are_joined_have_their_container(
         # GIVEN two containers with short-lived processes, and an agent for which they are too dear
         budget = ("--cost-host-percent", 0.05, "--cost-cpu-percent", 0.1)
         captures = stack.enter_context(_agent(tmp_path, pyroscope[1], *budget))
-        forking = (_interpreter(), "-S", "-c", _FORKING)
+        forking = (interpreter(), "-S", "-c", _FORKING)
         ids = []
         for name in ("forks1", "forks2"):
             workload, container_id, _ = stack.enter_context(podman.running(name, *forking))
@@ -530,7 +504,7 @@ def test_rules_and_labels_by_what_podman_was_told_of_a_container(
     with ExitStack() as stack:
         # GIVEN an agent, and containers that are told apart by a label
         captures = stack.enter_context(_agent(tmp_path, url, *options))
-        computing = (_interpreter(), "-S", "-c", _COMPUTING)
+        computing = (interpreter(), "-S", "-c", _COMPUTING)
         for team in ("search", "secret"):
             label = ("--label", f"team={team}", "--label", "other=none")
             running = podman.running(team, *computing, options=label)

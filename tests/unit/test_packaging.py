@@ -5,48 +5,29 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from wheels import ROOT, build_wheel, source_files
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-CODE_FOLDERS = ("agent", "bpf", "gpu")
-
-
-def _source_files() -> set[str]:
-    return {
-        path.relative_to(ROOT).as_posix()
-        for folder in CODE_FOLDERS
-        for path in (ROOT / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Built from a copy: setuptools leaves its build folder beside the sources.
-    copy = tmp_path_factory.mktemp("source")
-    for name in _source_files() | {"pyproject.toml", "README.md", "LICENSE"}:
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, copy / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--no-index", "-w", str(copy / "dist"), str(copy)], check=True)
-    (built,) = (copy / "dist").glob("aiflame-*.whl")
-    return built
+    return build_wheel(tmp_path_factory.mktemp("source"))
 
 
 def test_packages_of_pyproject_are_the_folders_with_code() -> None:
-    folders = {Path(name).parent for name in _source_files() if name.endswith(".py")}
+    folders = {Path(name).parent for name in source_files() if name.endswith(".py")}
     expected = {"aiflame." + folder.as_posix().replace("/", ".") for folder in folders}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == expected
 
@@ -54,7 +35,7 @@ def test_packages_of_pyproject_are_the_folders_with_code() -> None:
 def test_wheel_holds_every_file_of_the_package_folders(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert held == {f"aiflame/{name}" for name in _source_files()}
+    assert held == {f"aiflame/{name}" for name in source_files()}
 
 
 def test_wheel_does_not_ask_pypi_for_bcc(wheel: Path) -> None:
