@@ -52,7 +52,9 @@ def _install() -> None:
     Path("/opt/aiflame").symlink_to(_CHECKOUT / ".venv")
     _CONFIGURATION.parent.mkdir()
     _CONFIGURATION.write_bytes((_CHECKOUT / "deploy/kubernetes/agent.toml").read_bytes())
-    _run("systemctl", "enable", str(_CHECKOUT / f"deploy/systemd/{_UNIT}.service"))
+    unit = _CHECKOUT / f"deploy/systemd/{_UNIT}.service"
+    _run("install", "-m", "644", "-t", "/etc/systemd/system", str(unit))
+    _run("systemctl", "enable", _UNIT)
     _run("systemd-run", f"--unit={_LOAD}", sys.executable, "-c", _COMPUTES)
 
 
