@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,8 @@ import kubernetes_validate
 import pytest
 import yaml
 from aiflame.agent.fleet.config import load
+from aiflame.agent.fleet.health import HealthServer
+from aiflame.agent.fleet.vitals import Vitals
 from aiflame.gpu.nvidia.family import NvidiaFamily
 from deployment import DEPLOY, capabilities, container, manifests
 
@@ -145,3 +149,53 @@ def test_the_helpers_of_gpu_workloads_are_where_the_text_says(version: str) -> N
     assert NvidiaFamily.helper is not None
     assert of_pod["env"][0]["value"] == f"{directory}/{NvidiaFamily.helper.path.name}"
     assert of_pod["volumeMounts"][0]["readOnly"]
+
+
+@pytest.mark.parametrize("version", _VERSIONS)
+def test_the_patch_for_metrics_is_valid(version: str) -> None:
+    (base,) = (one for one in manifests() if one["kind"] == "DaemonSet")
+    kubernetes_validate.validate(_merged(base, _snippet("metrics.yaml")), version, strict=True)
+
+
+def test_metrics_are_read_as_the_text_says(tmp_path: Path) -> None:
+    (base,) = (one for one in manifests() if one["kind"] == "DaemonSet")
+    pod = _snippet("metrics.yaml")["spec"]["template"]["spec"]
+    (endpoint,) = _snippet("monitor.yaml")["spec"]["podMetricsEndpoints"]
+    # GIVEN the secret, made by the commands of the text, where the patch has it
+    text = (DEPLOY / "README.md").read_text()
+    for command in re.findall(r"^openssl .*$", text, re.MULTILINE):
+        subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True, capture_output=True)
+    (volume,) = pod["volumes"]
+    (mount,) = pod["containers"][0]["volumeMounts"]
+    for path in tmp_path.iterdir():
+        path.chmod(volume["secret"]["defaultMode"])
+    # WHEN an agent is told of it
+    variables = {
+        one["name"]: one["value"].replace(mount["mountPath"], str(tmp_path))
+        for one in pod["containers"][0]["env"]
+    }
+    variables["AIFLAME_HEALTH"] = variables["AIFLAME_HEALTH"].replace(":7575", ":0")
+    config = load(None, {}, variables)
+    server = HealthServer(config.agent, Vitals())
+    # THEN who knows the certificate and the token by the names of the monitor reads them
+    try:
+        port = int(server.url.rpartition(":")[2])
+        tls, secret = endpoint["tlsConfig"], endpoint["authorization"]["credentials"]
+        certificate = tmp_path / tls["ca"]["secret"]["key"]
+        context = ssl.create_default_context(cafile=str(certificate))
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=30) as plain,
+            context.wrap_socket(plain, server_hostname=tls["serverName"]) as connection,
+        ):
+            token = (tmp_path / secret["key"]).read_text().strip()
+            asked = f"GET {endpoint['path']} HTTP/1.1\r\nHost: aiflame\r\nConnection: close\r\n"
+            connection.sendall(f"{asked}Authorization: Bearer {token}\r\n\r\n".encode())
+            answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    finally:
+        server.close()
+    assert answer.startswith(b"HTTP/1.1 200 ") and b"\naiflame_" in answer
+    # AND the monitor finds the pods
+    labels = base["spec"]["template"]["metadata"]["labels"]
+    selector = _snippet("monitor.yaml")["spec"]["selector"]["matchLabels"]
+    assert selector.items() <= labels.items()
+    assert endpoint["port"] in {one["name"] for one in pod["containers"][0]["ports"]}
