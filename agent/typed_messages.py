@@ -5,9 +5,9 @@ JSON and not pickle, since some of these processes read what targets have: shoul
 what it says must still be only data. A message is read as a whole: every field is there, of the
 type that the dataclass declares, and there is no other one.
 
-A field is a `bool`, `int`, `float`, `str`, `Path`, a tuple or a dict of one type, a dataclass of
-such fields, or one of these or None. A dataclass with methods `plain` and `of_plain` says itself
-how it is written and read.
+A field is a `bool`, `int` of 64 bits, `float`, `str`, `Path`, a tuple or a dict of one type, a
+dataclass of such fields, or one of these or None. A dataclass with methods `plain` and `of_plain`
+says itself how it is written and read.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _Reader = Callable[[Any], Any]
 
 _KIND = "message"
 _MAX_SHOWN = 200  # characters of a line of the log
+# What is signed, and what is not: who takes a number need not ask whether it fits.
+_LEAST_INT, _PAST_INTS = -(1 << 63), 1 << 64
 
 
 class BadMessage(ValueError):
@@ -108,6 +110,8 @@ def _reader(hint: Any) -> _Reader:
 def _of(kind: type, given: Any) -> Any:
     if type(given) is not kind:  # a bool is no number
         raise BadMessage(f"no {kind.__name__}: {_shown(given)}")
+    if isinstance(given, int) and not _LEAST_INT <= given < _PAST_INTS:
+        raise BadMessage("no int of 64 bits")
     return given
 
 

@@ -22,6 +22,7 @@ from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet.config import AgentConfig, load
 from aiflame.agent.fleet.host_checks import (
     cgroup_layout,
+    cgroup_mount_note,
     cgroup_namespace_note,
     enter_host_cgroup_namespace,
     require_host_pids,
@@ -83,6 +84,8 @@ def cgroups(_: Context) -> Finding:
             "--cgroupns=host, or SYS_ADMIN in capabilities.add; and mount the host's"
             " /sys/fs/cgroup, read-only",
         )
+    if note := cgroup_mount_note():
+        return warn(note, "mount the host's /sys/fs/cgroup, read-only")
     if note := cgroup_layout().note:
         return warn(
             note,

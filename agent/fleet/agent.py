@@ -40,6 +40,7 @@ from aiflame.agent.fleet.flight_recorder import MONOTONIC_START_FACT
 from aiflame.agent.fleet.health import HealthEndpoint
 from aiflame.agent.fleet.host_checks import (
     cgroup_layout,
+    cgroup_mount_note,
     cgroup_namespace_note,
     require_host_pids,
 )
@@ -233,7 +234,8 @@ def run_agent(
     settings = config.agent
     for name, sink_settings in config.sinks.items():
         sink_module(name).check(sink_settings)
-    for warning in (*config.warnings, cgroup_layout().note, cgroup_namespace_note()):
+    notes = cgroup_layout().note, cgroup_namespace_note(), cgroup_mount_note()
+    for warning in (*config.warnings, *notes):
         if warning:
             log.say(f"warning: {warning}")
     with ExitStack() as parts:
@@ -716,7 +718,7 @@ class _Agent:
     def _take_report(self, report: NamingReport) -> None:
         self._vitals.note_report(report)
         if isinstance(report, CgroupsLeftOut):
-            self._recorder.exclude(report.ids)
+            self._recorder.exclude({cgroup_id for cgroup_id in report.ids if cgroup_id >= 0})
         elif isinstance(report, CgroupPathsLeftOut):
             self._left_out_paths.difference_update(report.less)
             self._left_out_paths.update(report.more)
@@ -724,7 +726,7 @@ class _Agent:
         elif isinstance(report, NoRoom):  # more is needed than here
             self._free_disk(is_known=report.is_disk_full)
         elif isinstance(report, StretchDone):
-            self._untold -= Counter(report.told)
+            self._untold -= +Counter(report.told)  # less than nothing would be a new one
             held_back = report.losses.get(LossKind.PODS_NOT_KNOWN.stored_name, 0)
             self._health.unready = words = _words_of_unknown(held_back)
             if words:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import json
 import platform
 import re
 import stat
@@ -57,6 +58,8 @@ _SINK_TABLE = "sinks"
 _SECRETS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # A configuration has some KB.
 _MAX_FILE_BYTES = 1 << 20
+# The process that names is told of it in one message, of 64 KB.
+_MAX_TOLD_BYTES = 60_000
 
 # A table, or a key and its sign; what may hide either in TOML v1.0.0 is a text of several lines.
 _BARE_KEYS = r"[A-Za-z0-9_-]+(?:[ \t]*\.[ \t]*[A-Za-z0-9_-]+)*"
@@ -346,6 +349,12 @@ def load(
     warnings = [f"{name} is no setting, and is ignored{_meant(name, known)}" for name in odd]
     config = _checked(given, tuple(warnings), refusals)
     _refuse_exposed(config, given, path)
+    size = len(json.dumps(config.plain()))
+    if size > _MAX_TOLD_BYTES:
+        raise UsageError(
+            f"the configuration is too large: {size:,} bytes of {_MAX_TOLD_BYTES:,}",
+            "say with fewer rules, or labels, what is recorded: '*' stands for what may differ",
+        )
     return config
 
 

@@ -20,6 +20,8 @@ _INITIAL_CGROUP_NAMESPACE = 0xEFFFFFFB
 _HOST_CGROUP_NAMESPACE = Path("/proc/2/ns/cgroup")
 _CLONE_NEWCGROUP = 0x02000000  # linux/sched.h
 
+_MOUNT_ROOT = 3  # which field of mountinfo is the directory of a file system that is mounted
+
 _libc = ctypes.CDLL(None)
 
 
@@ -106,4 +108,26 @@ def cgroup_namespace_note(namespace: Path = Path("/proc/thread-self/ns/cgroup"))
         " CAP_SYS_ADMIN: paths of cgroups lack what they share with its own, and groups are"
         " excluded in the kernel only if the host's /sys/fs/cgroup is mounted; run with"
         " --cgroupns=host, or add SYS_ADMIN"
+    )
+
+
+def cgroup_mount_note(mounts: Iterable[str] | None = None) -> str:
+    """Returns what does not work where no v2 mount shows all cgroups of the host, "" elsewhere.
+
+    Args:
+        mounts: Lines of /proc/self/mountinfo, which is read if there are none.
+    """
+    lines = procfs.read_lines("/proc/self/mountinfo", 1 << 20) if mounts is None else mounts
+    roots = set()
+    for line in lines:
+        before, _, after = line.partition(" - ")  # proc_pid_mountinfo(5)
+        fields = before.split(" ")
+        if after.startswith("cgroup2 ") and len(fields) > _MOUNT_ROOT:
+            roots.add(fields[_MOUNT_ROOT])
+    if not roots or "/" in roots:
+        return ""
+    return (
+        "the cgroups that are mounted here are those of a container: no cgroup of the host can be"
+        " named by its path, and groups are left out only when they are named; mount the host's"
+        " /sys/fs/cgroup, read-only"
     )

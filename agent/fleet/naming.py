@@ -97,6 +97,8 @@ class NamingProcess(NamingChannel):
 
     def tell(self, message: ToNaming) -> None:
         """Tells it something, after all before; never waits."""
+        if self._is_killed:  # whoever comes next is told all anew
+            return
         self._waiting.append(message)
         self.pump()
 
@@ -141,6 +143,7 @@ class NamingProcess(NamingChannel):
             return False
         self._process.kill()
         self._is_killed = True
+        self._waiting.clear()
         return True
 
     def reports(self) -> Iterator[NamingReport]:
@@ -148,7 +151,11 @@ class NamingProcess(NamingChannel):
         while True:
             try:
                 data = self._channel.recv(_MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
-            except OSError:  # there is none, or it has ended
+            except ConnectionResetError:
+                # It has ended with messages unread: the kernel says so once, and before what it has
+                # said itself (unix_release_sock of af_unix.c, v6.1).
+                continue
+            except OSError:  # there is none
                 return
             if not data:
                 return

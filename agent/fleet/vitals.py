@@ -23,6 +23,7 @@ from aiflame.agent.fleet.naming_messages import (
     StretchLost,
 )
 from aiflame.agent.fleet.naming_progress import UNHEARD_S
+from aiflame.agent.losses import KINDS_BY_NAME
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Window
 from aiflame.agent.recording.chance import Chances
@@ -196,7 +197,8 @@ class Vitals:
         """Takes note that there is none."""
         with self._lock:
             if self._is_naming_steady():
-                self._named_s = time.monotonic()
+                # One that hung has done nothing since.
+                self._named_s = time.monotonic() - self._naming_unheard_s
             self._naming_since_s = None
             self._naming_unheard_s = 0.0
 
@@ -212,7 +214,8 @@ class Vitals:
 
     def _is_naming_steady(self) -> bool:
         since_s = self._naming_since_s
-        return since_s is not None and time.monotonic() - since_s >= _STEADY_S
+        steady_s = _STEADY_S + self._naming_unheard_s
+        return since_s is not None and time.monotonic() - since_s >= steady_s
 
     def note_report(self, report: NamingReport) -> None:
         """Takes what the process that names and sends says of itself.
@@ -224,7 +227,10 @@ class Vitals:
             if isinstance(report, StretchDone):
                 self._named_s = time.monotonic()
                 self._stretches += 1
-                self._lost.update(report.losses)
+                # Others would be metrics without end.
+                self._lost.update(
+                    {name: n for name, n in report.losses.items() if name in KINDS_BY_NAME}
+                )
                 self._containers = report.containers
                 self._unresolved_containers = report.unresolved_containers
             elif isinstance(report, StretchLost):

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 
 # In a message: losses are some ten, problems a hundred lines.
 MAX_REPORT_BYTES = 1 << 17
 _MAX_PROBLEMS, _MAX_PROBLEM_CHARACTERS = 100, 200
+# They name files of targets: in JSON a character of a path may take 12 bytes.
+_MAX_PROBLEM_BYTES = MAX_REPORT_BYTES // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,5 +35,11 @@ class Report:
 
     def bounded(self) -> Report:
         """Returns it with few enough problems for a message."""
-        problems = self.problems[:_MAX_PROBLEMS]
-        return replace(self, problems=tuple(each[:_MAX_PROBLEM_CHARACTERS] for each in problems))
+        kept, left_bytes = [], _MAX_PROBLEM_BYTES
+        for problem in self.problems[:_MAX_PROBLEMS]:
+            words = problem[:_MAX_PROBLEM_CHARACTERS]
+            left_bytes -= len(json.dumps(words)) + 1
+            if left_bytes < 0:
+                break
+            kept.append(words)
+        return replace(self, problems=tuple(kept))

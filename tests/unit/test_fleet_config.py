@@ -515,3 +515,10 @@ def test_a_value_of_another_type_is_refused_with_words(
     else:
         # or it is of a type that there is a meaning for.
         assert _TOML_VALUES[value] in _TAKEN.get(kind, {"text"})
+
+
+def test_a_configuration_that_cannot_be_told_to_its_processes_is_refused(tmp_path: Path) -> None:
+    rules = ", ".join(f'"container=job-{number}-of-the-night"' for number in range(3000))
+    with pytest.raises(UsageError, match="too large") as refused:
+        _loaded(tmp_path, f"exclude = [{rules}]\n")
+    assert "fewer rules" in str(refused.value.hint)

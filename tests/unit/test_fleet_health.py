@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,9 @@ from aiflame.agent.fleet.cost import CostController
 from aiflame.agent.fleet.health import HealthEndpoint, HealthServer
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.memory import MemoryUse
+from aiflame.agent.fleet.naming import NamingProcess
 from aiflame.agent.fleet.naming_messages import (
+    CgroupsLeftOut,
     NamingReport,
     SinkState,
     StretchDone,
@@ -41,6 +44,7 @@ from aiflame.agent.fleet.stretches import Stretches
 from aiflame.agent.fleet.vitals import Vitals
 from aiflame.agent.recording.chance import Chances, Load
 from aiflame.agent.recording.recorder import Progress
+from aiflame.agent.typed_messages import encode
 from deployment import container
 from prometheus_client.parser import text_string_to_metric_families
 from windows import RandomRecording
@@ -291,6 +295,62 @@ def test_what_a_naming_process_has_said_last_is_heard(
     assert agent._naming is None
     metrics = {x.name: x.value for family in vitals.collect() for x in family.samples}
     assert metrics["aiflame_stretches_lost_total"] == 1
+
+
+def test_what_it_has_said_last_is_read_though_it_has_not_read_all() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    naming: Any = object.__new__(NamingProcess)
+    naming._channel = ours
+    # WHEN it is killed after it has told of something, with messages that it has not taken
+    ours.send(b"more windows")
+    theirs.send(encode(StretchLost({}, "1")))
+    theirs.close()
+    assert [*naming.reports()] == [StretchLost({}, "1")]
+    ours.close()
+
+
+def test_an_agent_whose_naming_process_hung_is_not_ready_until_another_one_works(
+    clock: _Clock,
+) -> None:
+    vitals, window = Vitals(), RandomRecording(1).windows(1)[0]
+
+    def unready_after(seconds: float, unheard_s: float = 0.0) -> str:
+        clock.now_s += seconds
+        vitals.note_window(window, is_kept=True)
+        vitals.note_naming_unheard(unheard_s)
+        return vitals.unready
+
+    # GIVEN one that has worked, and takes nothing any more
+    vitals.note_naming_started()
+    vitals.note_report(_done())
+    assert unready_after(500) == ""
+    assert unready_after(1100, unheard_s=1100).startswith("the process that names and sends has")
+    # WHEN it is killed THEN that is no success
+    vitals.note_naming_killed()
+    vitals.note_naming_ended()
+    assert unready_after(1).startswith("nothing was named and queued for 11")
+    # AND the next one that hangs is none
+    vitals.note_naming_started()
+    assert unready_after(200, unheard_s=199).startswith("nothing was named and queued for 13")
+    # AND one that takes what comes is
+    assert unready_after(1) == ""
+
+
+def test_a_report_without_sense_ends_no_recording(tmp_path: Path) -> None:
+    vitals = Vitals()
+    agent: Any = _agent(tmp_path, vitals)
+    agent._health, excluded = SimpleNamespace(unready=""), []
+    agent._recorder.exclude = excluded.append
+    agent._untold = Counter({"windows_lost": 2})
+    # GIVEN reports of a naming process that was taken over
+    told = {"windows_lost": 1, "stretches_lost": -1, "no such": -7}
+    agent._take_report(StretchDone({}, "1", 2, 3, {"no such": 4, "ring_full": 5}, told, 0, 0))
+    agent._take_report(CgroupsLeftOut({}, (-1, 0, 7)))
+    # THEN nobody is told of what is no loss, and what fits is taken
+    assert agent._untold == Counter({"windows_lost": 1})
+    assert excluded == [{0, 7}]
+    lost = [x for family in vitals.collect() for x in family.samples if "lost_total" in x.name]
+    assert {x.labels["where"] for x in lost if x.labels} == {"ring_full"}
 
 
 def test_that_rules_cannot_be_followed_makes_an_agent_not_ready(vitals: Vitals) -> None:

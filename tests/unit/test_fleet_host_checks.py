@@ -11,6 +11,7 @@ from aiflame.agent.fleet import host_checks
 from aiflame.agent.fleet.host_checks import (
     CgroupLayout,
     cgroup_layout,
+    cgroup_mount_note,
     cgroup_namespace_note,
     require_host_pids,
 )
@@ -46,3 +47,22 @@ def test_a_nested_pid_namespace_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_another_cgroup_namespace_is_told(tmp_path: Path) -> None:
     assert "--cgroupns=host" in cgroup_namespace_note(tmp_path)
     assert cgroup_namespace_note(tmp_path / "none") == ""
+
+
+_HOSTS = "31 24 0:27 / /sys/fs/cgroup ro,nosuid shared:9 - cgroup2 cgroup2 rw"
+_OWN = "30 24 0:27 /libpod-1 /sys/fs/cgroup ro,nosuid - cgroup2 cgroup rw"
+_OTHER = "32 24 0:5 / /proc rw - proc proc rw"
+
+
+@pytest.mark.parametrize(
+    ("mounts", "is_told"),
+    [
+        ([_OTHER, _HOSTS], False),
+        ([_OTHER, _OWN], True),
+        ([_OWN, _HOSTS], False),
+        ([_OTHER], False),  # v1 alone
+        (["", "odd - cgroup2", "- cgroup2 x y"], False),
+    ],
+)
+def test_cgroups_of_one_container_alone_are_told(mounts: list[str], is_told: bool) -> None:
+    assert ("mount the host's /sys/fs/cgroup" in cgroup_mount_note(mounts)) == is_told

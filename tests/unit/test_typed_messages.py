@@ -93,6 +93,8 @@ def test_a_configuration_comes_as_it_was() -> None:
         (b'{"message":"Windows","count":1,"x":2}', "Windows: missing, or not of it: x"),
         (b'{"message":"Windows","count":true}', "Windows: no int: True"),
         (b'{"message":"Windows","count":1.0}', "Windows: no int: 1.0"),
+        (b'{"message":"Windows","count":18446744073709551616}', "Windows: no int of 64 bits"),
+        (b'{"message":"Windows","count":-9223372036854775809}', "Windows: no int of 64 bits"),
         (b'{"message":"Windows","count":null}', "Windows: no int: None"),
         (b'{"message":"EndBy","until_s":"1"}', "EndBy: no float: '1'"),
         (b'{"message":"EndBy","until_s":1' + b"0" * 400 + b"}", "EndBy: "),
