@@ -56,9 +56,10 @@ class LossKind(enum.Enum):
         is_of_time=True,
     )
     RING_FULL = _Entry(
-        "events (process starts, exits, long waits) that came faster than they were read: all time"
-        " is counted, names of short-lived threads may be missing",
+        "events (process starts, exits, long waits) that came faster than they were read: of"
+        " threads that ended then, the time since the last window is missing, and some names",
         in_kernel=True,
+        is_of_time=True,
     )
     THREADS_FULL = _Entry(
         "context switches of threads beyond the thread table: their off-CPU time is missing",
@@ -67,7 +68,7 @@ class LossKind(enum.Enum):
         is_of_time=True,
     )
     PROCESSES_FULL = _Entry(
-        "samples of processes beyond the process table",
+        "samples of processes beyond the process table, and processes that were not entered there",
         cure="record fewer processes at once",
         in_kernel=True,
         is_of_time=True,
@@ -207,8 +208,8 @@ class LossKind(enum.Enum):
         cure="record again: the tables are there now",
     )
     CPUS_CAME_ONLINE = _Entry(
-        "CPUs that came online during the recording: samples of up to a second on each are missing;"
-        " waits and times are complete"
+        "CPUs that came online during the recording, or slept with the machine: samples of a moment"
+        " on each are missing; waits and times are complete"
     )
     LIFE_EVENTS_LOST = _Entry(
         "forks, execs and mappings of which the kernel told faster than was read, or CPUs of which"
@@ -420,7 +421,8 @@ class LossKind(enum.Enum):
     DEVICE_CONTROL_REFUSED = _Entry(
         "processes with a helper that could not be told to begin: kernel times and samples of"
         " theirs are missing",
-        cure="run as root, or with CAP_SYS_PTRACE and CAP_DAC_OVERRIDE",
+        cure="run as root, or with CAP_SYS_PTRACE; a helper of an earlier version in a process of"
+        " another user's takes CAP_DAC_OVERRIDE as well",
     )
     DEVICE_SAMPLES_DROPPED = _Entry("samples that a device dropped", is_of_device=True)
     DEVICE_BUFFER_FULL = _Entry(

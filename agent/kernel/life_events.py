@@ -17,7 +17,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -373,12 +373,16 @@ class LifeEvents:
         self._is_started = True
         self.follow_cpus()
 
-    def follow_cpus(self) -> None:
-        """Listens on CPUs that came online, and lets go of those that went."""
+    def follow_cpus(self, came: Set[int] = frozenset()) -> None:
+        """Listens on CPUs that came online, and lets go of those that went.
+
+        Args:
+            came: Those that went and came since: of them nothing is told any more.
+        """
         if not self._is_started:
             return
-        online = set(online_cpus())
-        for cpu in self._rings.keys() - online:
+        online, is_first = set(online_cpus()), not self._rings
+        for cpu in self._rings.keys() - (online - came):
             ring = self._rings.pop(cpu)
             if ring is not None:
                 self._early += ring.take()
@@ -388,6 +392,8 @@ class LifeEvents:
             self._rings[cpu] = None
             with contextlib.suppress(OSError):
                 self._rings[cpu] = _Ring(cpu, size_bytes, self._watch)
+            if not is_first:  # it was there for a moment, and told nothing
+                self._early += _NO_RECORD
 
     def read(self) -> tuple[LifeRecords, int]:
         """Returns what has happened since the last read, in order, and up to when that is all.

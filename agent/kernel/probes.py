@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
 from pathlib import Path
 
 from aiflame.agent import kernelfs
@@ -15,6 +16,11 @@ from aiflame.agent.kernel.loader import Programs
 
 _ONLINE_CPUS = Path("/sys/devices/system/cpu/online")
 _POSSIBLE_CPUS = Path("/sys/devices/system/cpu/possible")
+
+# The count of an event, of which nothing else is read: perf_event_open(2).
+_COUNT_BYTES = 8
+# Two clocks are read one after the other, between which a busy machine may do something else.
+_LEAST_SLEEP_NS = 100_000_000
 
 # Raw tracepoints of the programs; the off-CPU ones are attached only when asked for.
 _LIFE_TRACEPOINTS = {
@@ -60,6 +66,9 @@ class Probes:
 
     def __init__(self, programs: Programs, off_cpu: bool) -> None:
         self._clocks: dict[int, int | None] = {}  # by CPU; None: it cannot be sampled
+        self._counts: dict[int, bytes] = {}  # what clocks had counted when they were looked at
+        self._turn: list[int] = []  # whose clocks are looked at next, the last first
+        self._slept_ns = _slept_ns()
         self._period_ns = 0
         self._tracepoints: list[int] = []
         self._programs = programs
@@ -91,23 +100,49 @@ class Probes:
             if fd is not None:
                 sysbpf.enable_event(fd)
 
-    def follow_cpus(self) -> int:
+    def follow_cpus(self) -> set[int]:
         """Samples CPUs that came online, and lets go of those that went, whose clocks are dead.
 
+        A CPU that goes takes its events along for good (perf_event_exit_cpu of
+        kernel/events/core.c), also where it is back before anybody looks: all but one go while the
+        machine sleeps. Of others the clock stands, which is looked at in turn, as that interrupts
+        the CPU.
+
         Returns:
-            How many came: they were not sampled until now.
+            Those that came: they were not sampled until now.
         """
-        online = set(online_cpus())
-        for cpu in self._clocks.keys() - online:
+        online, slept_ns = set(online_cpus()), _slept_ns()
+        dead = self._clocks.keys() - online
+        if slept_ns - self._slept_ns > _LEAST_SLEEP_NS:
+            dead |= self._clocks.keys()
+        else:
+            dead |= self._standing()
+        self._slept_ns = slept_ns
+        for cpu in dead:
             _close(self._clocks.pop(cpu))
-        new = online - self._clocks.keys()
-        for cpu in new:
+            self._counts.pop(cpu, None)
+        came = set()
+        for cpu in online - self._clocks.keys():
             self._clocks[cpu] = None
             with contextlib.suppress(OSError):
                 fd = self._clocks[cpu] = self._open_clock(cpu)
                 if fd is not None:
                     sysbpf.enable_event(fd)
-        return len(new)
+                    came.add(cpu)
+        return came
+
+    def _standing(self) -> set[int]:
+        """Returns the next CPU, if its clock has not gone on since it was looked at, or is none."""
+        if not self._turn:
+            self._turn = sorted(self._clocks)
+        cpu = self._turn.pop() if self._turn else -1
+        if cpu not in self._clocks:
+            return set()
+        fd = self._clocks[cpu]
+        if fd is None:
+            return {cpu}
+        before, self._counts[cpu] = self._counts.get(cpu), os.read(fd, _COUNT_BYTES)
+        return {cpu} if self._counts[cpu] == before else set()
 
     def _open_clock(self, cpu: int) -> int | None:
         """Opens what samples a CPU; None where that went offline since the list was read."""
@@ -117,7 +152,11 @@ class Probes:
             if error.errno == errno.ENODEV:
                 return None
             raise
-        sysbpf.set_event_program(fd, self._programs.fds["on_cpu_sample"])
+        try:
+            sysbpf.set_event_program(fd, self._programs.fds["on_cpu_sample"])
+        except OSError:
+            _close(fd)
+            raise
         return fd
 
     def stop_clocks(self) -> None:
@@ -132,6 +171,11 @@ class Probes:
         for fd in self._tracepoints:
             os.close(fd)
         self._tracepoints = []
+
+
+def _slept_ns() -> int:
+    """Returns for how long the machine has slept: one clock goes on then (clock_gettime(2))."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()
 
 
 def _close(fd: int | None) -> None:

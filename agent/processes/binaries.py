@@ -20,6 +20,7 @@ from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.inspector.memory import Span
 from aiflame.agent.inspector.opener import RemoteFile
 from aiflame.agent.kernel.descriptors import for_targets, keep
+from aiflame.agent.memory_file import memory_file
 from aiflame.agent.processes.procfs import MapsLine
 from aiflame.agent.processes.shares import Shares
 from aiflame.agent.retries import Retries
@@ -175,15 +176,14 @@ class BinaryTable:
 
     def ask_about(self, name: str, data: bytes, question: Question[T]) -> T | None:
         """Answers a question about bytes of a target's; None where they are bad."""
-        fd = os.memfd_create("bytes", os.MFD_CLOEXEC)
         try:
-            os.write(fd, data)
-            return self._bytes_facts.ask(name, fd, question)
+            with memory_file("bytes") as file:
+                file.write(data)
+                file.flush()
+                return self._bytes_facts.ask(name, file.fileno(), question)
         except OSError as error:
             self.guard.blame(name, f"cannot read: {error.strerror}")
             return None
-        finally:
-            os.close(fd)
 
     def bytes_at(self, binary: int, offset: int, size: int) -> bytes:
         """Returns bytes of a local file, fewer at its end; none of one that could not be opened."""
@@ -295,10 +295,13 @@ class BinaryTable:
         (answer,) = self._inspector.memory.read([span])
         if not answer.data:
             return None
-        fd = keep(os.memfd_create("vdso", os.MFD_CLOEXEC))
-        if fd is not None:
-            os.write(fd, answer.data)
-            self._fds.add(fd)
+        try:
+            fd = keep(os.memfd_create("vdso", os.MFD_CLOEXEC))
+            if fd is not None:
+                self._fds.add(fd)
+                os.write(fd, answer.data)
+        except OSError:  # there is no descriptor, or no memory, just now
+            return None
         return fd
 
     def root_of(self, pid: int, payer: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from aiflame.agent.inspector.memory import RemoteMemory, Span
+from aiflame.agent.kernel.syscalls import SHORT
 from aiflame.agent.processes.stack_memory import StackMemory
 from aiflame.agent.processes.threads import ThreadRegisters, thread_registers
 
@@ -89,8 +90,9 @@ class Snapshots:
             return []
         try:
             return thread_registers(self._program_fd, pids, tids)
-        except OSError:  # iterators are switched off, or there is no memory for one
-            self._program_fd = None
+        except OSError as error:
+            if error.errno not in SHORT:  # iterators are switched off
+                self._program_fd = None
             return []
 
 

@@ -366,7 +366,9 @@ class ProcessTable:
             if self._latest.get(image.pid) is image:
                 del self._latest[image.pid]
         for thread in threads:
-            self._threads.get(thread.image.index, {}).pop(thread.tid, None)
+            known = self._threads.get(thread.image.index, {})
+            if known.get(thread.tid) is thread:  # and not another one that has its id by now
+                del known[thread.tid]
 
     def forget_roots(self) -> None:
         """Closes root directories that no process has any more; to be called now and then."""

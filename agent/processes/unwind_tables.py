@@ -168,6 +168,10 @@ class UnwindTables:
         known = (self._settled, self._noted, self._without, self._wanted, self._short)
         for some in (*known, self._building):
             some.difference_update(binaries)
+        # What all map, as the vDSO, is never forgotten: who has paid for it is.
+        there = {image.payer for image in self._table.images.values()}
+        for payers in self._payers.values():
+            payers &= there
         self._cache.forget_binaries(binaries)
         self._kernel.remove([binary for binary in binaries if binary in self._kernel.loaded])
         self.images.forget_binaries(binaries)
@@ -315,7 +319,7 @@ class UnwindTables:
     def _charge(self, payers: Collection[str], spent_s: float) -> None:
         for payer in payers:
             self._spent_s[payer] += spent_s / len(payers)
-        if len(self._spent_s) > _MAX_PAYERS:
+        while len(self._spent_s) > _MAX_PAYERS:
             del self._spent_s[min(self._spent_s, key=self._spent_s.__getitem__)]
 
     def _urgency(self, binary: int) -> float:

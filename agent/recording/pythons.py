@@ -311,11 +311,15 @@ class PythonProcesses:
         # It may be gone when windows are told of it.
         return replace(found, frames=self._facts.name(process.code, found.frames))
 
+    def tell(self) -> None:
+        """Tells windows all that was named so far: numbers of texts hold until one is closed."""
+        self._facts.flush()
+
     def take_chains(self) -> None:
         """Empties the kernel's store of Python frames, and reads what they are called."""
         self._collect_chains()
         self._name_chains([*self._unnamed])
-        self._facts.flush()  # of what `of_thread` has named, too
+        self.tell()  # of what `of_thread` has named, too
 
     def _collect_chains(self) -> None:
         for keys, records in self._programs.python_chains.chunks(take=True):

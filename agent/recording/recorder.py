@@ -9,6 +9,7 @@ and holds no compiler.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import resource
@@ -268,7 +269,7 @@ class Recorder:
         self._told_cpu_ns, self._told_helpers_ns = time.process_time_ns(), helpers_cpu_ns()
         self._took_ns: tuple[int, int] | None = None  # of processes, and in threads of targets
         self._switches_unseen = 0
-        self._cpus_came = 0
+        self._cpus_came = self._processes_refused = 0
         self._entering: Iterator[None] = iter(())
         self._has_entered = False
         self._end_ns = abi.NEVER_NS
@@ -420,8 +421,7 @@ class Recorder:
         programs = self._programs
         if programs.cgroups_fd is not None:
             self._enter_cgroup(programs.cgroups_fd)
-        for setting, share in self._fill.shares().items():
-            programs.set(setting, share)
+        self._set_shares()
         # Those that are told apart each take an entry: no more in a window than half of the map
         # holds, and where that is near, windows are of a second (Fill.are_calls_many).
         programs.set(abi.Setting.LAUNCH_RUNS, self._options.calls_max // 2)
@@ -469,8 +469,9 @@ class Recorder:
             return
         own = self._own_pids()
         for pid in target.existing_pids():
-            if pid not in own and not self._excluded.has(pid):
-                self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET)
+            if pid in own or self._excluded.has(pid):
+                continue
+            if self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET):
                 self.table.seen(pid, self.table.first_image, 0, "", 0)
         self._follow_mappings()
         self.tables.poll()  # children build those that there are not
@@ -493,7 +494,7 @@ class Recorder:
     def _enter_targets(self) -> list[int]:
         """Enters the processes that there are, also those forked before anything was attached."""
         own = self._own_pids()
-        for pid in own:  # what they start is excluded as well
+        for pid in own:  # what they start is excluded as well; first, as there may be no room
             self._enter_process(pid, 0, abi.ProcessFlag.EXCLUDED)
         existing = self._target.existing_pids()
         pids = [pid for pid in existing if pid not in own and not self._excluded.has(pid)]
@@ -501,16 +502,19 @@ class Recorder:
         left_out = {*filter(self._left_out.has, pids)}
         for pid in left_out:
             self._enter_process(pid, first_image, abi.ProcessFlag.LEFT_OUT)
-        pids = [pid for pid in pids if pid not in left_out]
+        entered = []
         for pid in pids:
+            if pid in left_out:
+                continue
             image = self.table.known(pid, first_image)
             if image is not None and image.executable != procfs.executable(pid):
                 self.table.forget([image], ())  # it has called exec meanwhile
-            if image is None:
-                self._enter_process(pid, first_image, abi.ProcessFlag.TARGET)
+            if image is None and not self._enter_process(pid, first_image, abi.ProcessFlag.TARGET):
+                continue
             if self._target.filter is not abi.Filter.ALL:
                 self.table.seen(pid, first_image, 0, "", 0)
-        return pids
+            entered.append(pid)
+        return entered
 
     def _prepare(self, say: Callable[[str], None]) -> None:
         """Brings what targets have mapped to all who work by it, before the first sample."""
@@ -626,11 +630,32 @@ class Recorder:
             self._prepare_files()  # for children to come
         yield
 
-    def _enter_process(self, pid: int, image: int, flags: abi.ProcessFlag) -> None:
+    def _enter_process(self, pid: int, image: int, flags: abi.ProcessFlag) -> bool:
+        """Returns whether there was room for it."""
         state = np.zeros(1, abi.PROCESS_STATE_DTYPE)
         state["image"], state["flags"] = image, int(flags)
-        # The programs are attached already, and may have been first.
-        self._programs.processes.update(pid.to_bytes(4, "little"), state.tobytes(), BPF_ANY)
+        try:
+            # The programs are attached already, and may have been first.
+            self._programs.processes.update(pid.to_bytes(4, "little"), state.tobytes(), BPF_ANY)
+        except OSError as error:
+            if error.errno != errno.E2BIG:
+                raise
+            self._processes_refused += 1
+            return False
+        return True
+
+    def _follow_cpus(self) -> None:
+        """Samples CPUs that have come, and lets all CPUs together fill stores as far as before."""
+        came = self._probes.follow_cpus()
+        self._life_events.follow_cpus(came)
+        self._cpus_came += len(came)
+        if came and len(online_cpus()) > self._fill.cpus:
+            self._fill.cpus = len(online_cpus())
+            self._set_shares()
+
+    def _set_shares(self) -> None:
+        for setting, share in self._fill.shares().items():
+            self._programs.set(setting, share)
 
     def _enter_cgroup(self, map_fd: int) -> None:
         directory = os.open(str(self._target.cgroup), os.O_RDONLY | os.O_DIRECTORY)
@@ -761,8 +786,7 @@ class Recorder:
                             if self._window.is_filling:  # it has no room for another second
                                 give(self._next_window())
                                 window_begin_ns = next_ns
-                    self._cpus_came += self._probes.follow_cpus()
-                    self._life_events.follow_cpus()
+                    self._follow_cpus()
                     report(self._progress())
                     next_ns = max(next_ns + INTERVAL_NS, time.monotonic_ns())
                 for pid in [pid for pid, fd in waiting.items() if _has_ended(pid, fd)]:
@@ -1060,6 +1084,7 @@ class Recorder:
         """Closes the open window at a monotonic time."""
         self.calls.finish(self.devices.kernel_names(), self.table.ended_images())
         self.facts.tell(self._end_ns)
+        self.pythons.tell()  # before texts get other numbers
         losses = read_losses(self._programs.counters, self._possible_cpus) + self.losses()
         for kind, count in (losses - self._told_losses).items():
             is_sample = kind is LossKind.EXCLUDED
@@ -1126,6 +1151,7 @@ class Recorder:
                 LossKind.BINARY_NOT_READ: self._guard.bad_count,
                 LossKind.SWITCH_NOT_SEEN: self._switches_unseen,
                 LossKind.CPUS_CAME_ONLINE: self._cpus_came,
+                LossKind.PROCESSES_FULL: self._processes_refused,
                 LossKind.BOUNDARY_LATE: self._late_boundaries,
                 LossKind.WAITS_NOT_SAMPLED: self._waits_not_sampled,
                 LossKind.SHORT_LIVED_JOINED: self.table.joined,

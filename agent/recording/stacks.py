@@ -34,6 +34,8 @@ LATE_SLEEPS = ENTERED_STACKS | 1 << 31
 
 # Whose binaries are known: as many as windows keep of them (Bounds.kept_stacks).
 _KNOWN_STACKS = 1 << 15
+# Sets of binaries that may come before those are dropped that no known stack has: 1 MB.
+_MOST_NEW_SETS = 1 << 12
 
 _STACK_DTYPE = COLUMNS["stacks"].dtype
 _ADDRESS_DTYPE = COLUMNS["addresses"].dtype
@@ -142,6 +144,7 @@ class Stacks:
         self._known_binaries: list[tuple[int, ...]] = []
         self._oldest = 0  # of the slots
         self._binaries: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._most_sets = _MOST_NEW_SETS
 
     def add(
         self, keys: npt.NDArray[Any], records: npt.NDArray[Any], *, is_late: bool = False
@@ -212,6 +215,9 @@ class Stacks:
     def _note(self, stack: int, binaries: tuple[int, ...]) -> None:
         # Stacks are many, sets of binaries few: each is kept once.
         binaries = self._binaries.setdefault(binaries, binaries)
+        if len(self._binaries) > self._most_sets:  # files that are new have new numbers
+            self._binaries = {each: each for each in (*self._known_binaries, binaries)}
+            self._most_sets = 2 * len(self._binaries) + _MOST_NEW_SETS
         slot = self._known.get(stack)
         if slot is not None:
             self._known_binaries[slot] = binaries

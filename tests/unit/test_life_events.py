@@ -217,9 +217,22 @@ def test_cpus_that_come_and_go(machine: _Machine, events: LifeEvents) -> None:
     machine.rings[0].put(fork(41, 40, 10))
     events.follow_cpus()
     machine.rings[1].put(end(41, 41, 20))
-    assert _read(events)[0] == [Forked(10, 41, 40), Ended(20, 41)]
+    # What those that came told before they were listened to is lost.
+    gaps = [Lost(0, 1), Lost(0, 1)]
+    assert _read(events)[0] == [*gaps, Forked(10, 41, 40), Ended(20, 41)]
     # The kernel gives no room for the third.
     assert events.refused == 1
+
+
+def test_cpus_that_went_and_came_are_listened_to_anew(
+    machine: _Machine, events: LifeEvents
+) -> None:
+    machine.online = [0, 1]
+    events.start()
+    machine.rings[1].put(fork(41, 40, 10))
+    events.follow_cpus({1})
+    machine.rings[1].put(end(41, 41, 20))
+    assert _read(events)[0] == [Lost(0, 1), Forked(10, 41, 40), Ended(20, 41)]
 
 
 def test_rings_of_large_machines_are_smaller() -> None:

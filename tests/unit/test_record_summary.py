@@ -14,20 +14,20 @@ _SAMPLE = Sample("main", 10 * MS)
 
 
 def test_what_was_asked_for_is_no_loss() -> None:
-    asked, lost = Loss("excluded", 17, "of cgroups"), Loss("ring_full", 3, "events")
+    asked, lost = Loss("excluded", 17, "of cgroups"), Loss("stack_lost", 3, "events")
     said = [*loss_lines(profile_of(_SAMPLE, losses=(asked,)))]
     assert said[:2] == ["left out: excluded 17: of cgroups", "0 lost."]
     both = [*loss_lines(profile_of(_SAMPLE, losses=(asked, lost)))]
-    assert both[:2] == ["left out: excluded 17: of cgroups", "lost: ring_full 3: events"]
+    assert both[:2] == ["left out: excluded 17: of cgroups", "lost: stack_lost 3: events"]
     assert "0 lost." not in both
     assert next(loss_lines(profile_of(_SAMPLE))) == "0 lost."
 
 
 def test_losses_of_a_host_are_not_told_as_those_of_a_container() -> None:
-    profile = profile_of(_SAMPLE, losses=(Loss("ring_full", 3, "events"),))
+    profile = profile_of(_SAMPLE, losses=(Loss("stack_lost", 3, "events"),))
     recording = replace(profile.recording, facts=((LOSSES_FACT, OF_HOST),))
     said = [*loss_lines(replace(profile, recording=recording))]
-    assert said[0] == "lost: ring_full 3 on the whole host: events"
+    assert said[0] == "lost: stack_lost 3 on the whole host: events"
 
 
 def test_a_second_recording_is_proposed_where_tables_came_late_for_many_stacks() -> None:

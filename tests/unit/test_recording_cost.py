@@ -58,6 +58,7 @@ class _Agent:
             "_possible_cpus": 2,
             "_programs": SimpleNamespace(counters=None),
             "_ended": SimpleNamespace(forget=int),
+            "pythons": SimpleNamespace(tell=lambda: None),
             "losses": Counter,
             "table": SimpleNamespace(joined=0, ended_images=list),
             "calls": SimpleNamespace(finish=lambda *_: None),

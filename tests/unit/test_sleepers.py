@@ -146,6 +146,18 @@ def test_an_iterator_that_fails_is_not_asked_again(monkeypatch: pytest.MonkeyPat
     assert not taken.are_possible
 
 
+def test_an_iterator_for_which_there_is_no_room_now_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def registers(*_: object) -> list[ThreadRegisters]:
+        raise OSError(errno.ENFILE, "Too many open files in system")
+
+    monkeypatch.setattr(snapshots, "thread_registers", registers)
+    taken = Snapshots(5, RemoteMemory())
+    assert taken.take([(1, 1)]) == {}
+    assert taken.are_possible
+
+
 def _no_walks(table: ProcessTable) -> SleepWalks:
     return SleepWalks(table, SimpleNamespace(), None, _NO_PYTHON, lambda: None)  # type: ignore[arg-type]
 

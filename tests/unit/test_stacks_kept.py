@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from aiflame.agent.devices.locations import DeviceLocations
 from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import COLUMNS, rows_of
 from aiflame.agent.processes.table import Mapping, ProcessTable
+from aiflame.agent.recording import stacks as stacks_module
 from aiflame.agent.recording.cut_stacks import CutStacks
 from aiflame.agent.recording.stacks import Stacks
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
@@ -79,3 +81,21 @@ def test_samples_of_a_kernel_whose_file_could_not_be_read_at_first_are_there_lat
     stacks.look_again({kernel})
     # THEN what they have is the device's
     assert sampled() == [CpuSample(image.index, _PID, kernel, 8, False, 1)]
+
+
+def test_sets_of_files_that_no_stack_has_any_more_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # GIVEN stacks that are known four at a time, of programs of which each has new files
+    monkeypatch.setattr(stacks_module, "_KNOWN_STACKS", 4)
+    monkeypatch.setattr(stacks_module, "_MOST_NEW_SETS", 8)
+    table = ProcessTable(1, lambda pid: _IMAGE, blind_inspector())
+    pythons: Any = SimpleNamespace(is_starting=lambda image: False)
+    window = WindowBuilder(Bounds())
+    stacks = Stacks(window, table, SimpleNamespace(), CutStacks(pythons), [])
+    # WHEN they come all day
+    for number in range(1000):
+        stacks._note(number, (number, number + 1))
+    # THEN what is known of them has an end, and of the newest all is known
+    assert len(stacks._binaries) <= 32
+    assert [stacks._binaries_of(number) for number in (998, 999)] == [(998, 999), (999, 1000)]

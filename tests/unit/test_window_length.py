@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import errno
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiflame.agent.kernel import abi
 from aiflame.agent.recording import recorder as module
 from aiflame.agent.recording.chance import Chances
 from aiflame.agent.recording.recorder import Recorder
@@ -96,9 +100,7 @@ class _Host:
             calls=SimpleNamespace(poll=lambda: None, is_waiting=False),
             pythons=SimpleNamespace(poll=lambda: None, interval_ns=_S // 10),
             _lives=SimpleNamespace(keep_up=lambda: None),
-            _probes=SimpleNamespace(follow_cpus=lambda: 0),
-            _life_events=SimpleNamespace(follow_cpus=lambda: 0),
-            _cpus_came=0,
+            _follow_cpus=lambda: None,
             _with_thread_names=False,
             _progress=lambda: None,
             _next_window=lambda: self.second,
@@ -268,3 +270,47 @@ def test_windows_are_longer_where_less_is_done() -> None:
         Recorder._set_chances(recorder, Chances(1, thrift=thrift, delay_factor=delay_factor))
         lengths.append((recorder._window_ns // _S, recorder._device_window_ns // _S))
     assert lengths == [(5, 1), (10, 2), (60, 16), (60, 32), (5, 1)]
+
+
+def test_what_python_frames_are_called_is_told_before_a_window_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Texts get other numbers once it is.
+    done: list[str] = []
+    monkeypatch.setattr(module, "read_losses", lambda *_: Counter())
+    stub = SimpleNamespace
+    recorder: Any = stub(
+        calls=stub(finish=lambda *_: None),
+        devices=stub(kernel_names=dict, forget_unused_kernels=lambda: None),
+        table=stub(ended_images=list),
+        facts=stub(tell=lambda _: None),
+        pythons=stub(tell=lambda: done.append("told")),
+        losses=Counter,
+        _programs=stub(counters=None),
+        _possible_cpus=1,
+        _end_ns=9,
+        _told_losses=Counter(),
+        _took_ns=(1, 1),
+        _resident_bytes=lambda: 1,
+        _since_start=lambda ns: ns,
+        _window=stub(close=lambda *_, **__: done.append("closed")),
+        _ended=stub(forget=lambda: done.append("forgotten")),
+    )
+    Recorder._close_window(recorder, 5)
+    assert done == ["told", "closed", "forgotten"]
+
+
+@pytest.mark.parametrize(("error", "is_raised"), [(errno.E2BIG, False), (errno.EPERM, True)])
+def test_more_processes_than_there_is_room_for_are_counted(error: int, is_raised: bool) -> None:
+    def update(*_: object) -> None:
+        raise OSError(error, "no")
+
+    programs = SimpleNamespace(processes=SimpleNamespace(update=update))
+    recorder: Any = SimpleNamespace(_programs=programs, _processes_refused=0)
+    enter = partial(Recorder._enter_process, recorder, 7, 1, abi.ProcessFlag.TARGET)
+    if is_raised:
+        with pytest.raises(OSError, match="no"):
+            enter()
+    else:
+        assert not enter()
+    assert recorder._processes_refused == (not is_raised)
