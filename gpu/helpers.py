@@ -51,7 +51,7 @@ _MAX_NAMES, _MAX_NAME_CHARACTERS = 1 << 16, 4096
 _MAX_NAMES_BYTES = 16 << 20
 _MAX_TEXT_CHARACTERS = 200
 _MAX_DEVICES, _MAX_CONTEXTS, _MAX_CODES = 32, 256, 1 << 16
-_MAX_REASONS = 1024  # of a context; a chip has some 40
+_MAX_REASONS = 128  # of a context; a chip has some 40
 _MAX_ERRORS = 16
 # Nodes of graphs whose building is known, 18 MB of the recorder's memory: a server of a language
 # model has some 70 graphs of a thousand nodes, each instantiated once.
@@ -286,10 +286,11 @@ class Helper:
         Args:
             facts: How many; what they are told of waits for the rest.
             times: How many kernel times are taken one by one; others are added up.
-            cpu_s: For how long. What is read at once is bounded, and finished.
+            cpu_s: For how long. What is read at once is bounded, and finished; what that took more
+                is taken off the next time.
         """
-        self._facts.left = facts
-        self._times_left, self._cpu_left_s = times, cpu_s
+        self._facts.left = min(self._facts.left, 0) + facts
+        self._times_left, self._cpu_left_s = times, min(self._cpu_left_s, 0.0) + cpu_s
 
     def leave(self) -> None:
         """Wants nothing of it any more: it ends, unless another recorder wants it on."""

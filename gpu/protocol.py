@@ -394,7 +394,7 @@ class Facts:
 
     def _read(self) -> Iterator[AnyFact]:
         data = self._memory.read(_HEADER.size, 0)
-        if len(data) < _HEADER.size:
+        if len(data) < _HEADER.size or data.startswith(b"\0"):  # it is not whole yet
             return
         _, ring_bytes, _, facts_bytes, head = _HEADER.unpack(data)
         if head > facts_bytes or head < self._position:

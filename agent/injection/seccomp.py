@@ -67,6 +67,7 @@ class Call(enum.Enum):
     GETTID = 186
     FUTEX = 202
     RESTART_SYSCALL = 219
+    CLOCK_NANOSLEEP = 230
     EPOLL_WAIT = 232
     EPOLL_CTL = 233
     OPENAT = 257
@@ -97,6 +98,9 @@ MAY_BE_REFUSED = {
     *(Call.MEMFD_CREATE, Call.CLONE3, Call.RSEQ, Call.SET_ROBUST_LIST, Call.MADVISE),
     *(Call.PREAD64, Call.GETTID, Call.BRK, Call.GETRANDOM),
 }
+# Of those that a library calls: without fchmod, a recorder without rights to files of others leaves
+# a helper alone.
+_LIBRARY_MAY_MISS = {Call.FCHMOD}
 
 
 def why_not(filters: Sequence[bytes], library: Collection[Call]) -> str:
@@ -104,15 +108,15 @@ def why_not(filters: Sequence[bytes], library: Collection[Call]) -> str:
 
     Args:
         filters: Of the thread.
-        library: What the library calls. It needs all of that.
+        library: What the library calls. It needs all of that but `_LIBRARY_MAY_MISS`.
     """
+    needed = {*INJECTION} - MAY_BE_REFUSED | {*library} - _LIBRARY_MAY_MISS
     for call in {*INJECTION, *library}:
         try:
             said = verdict(filters, call)
         except BadFilter:
             said = Verdict.FATAL
-        is_needed = call in library or call not in MAY_BE_REFUSED
-        if said is Verdict.FATAL or (said is Verdict.REFUSED and is_needed):
+        if said is Verdict.FATAL or (said is Verdict.REFUSED and call in needed):
             return call.name.lower()
     return ""
 

@@ -42,8 +42,9 @@ static bool make(void)
 	close(ends[1]);
 	pipe_fd = ends[0];
 	/*
-	 * It has no name: only who may read this process's memory gets to it, by /proc. A recorder
-	 * in a container may do that, and without CAP_DAC_OVERRIDE open no other user's files.
+	 * It has no name: by /proc only who may read this process's memory gets to it, and its own
+	 * forks have it. A recorder in a container may do the former, and without CAP_DAC_OVERRIDE
+	 * open no other user's files.
 	 */
 	fchmod(pipe_fd, PIPE_MODE);
 	return !watch(pipe_fd);
@@ -85,18 +86,21 @@ enum control_found control_read(struct control *message)
 	return CONTROL_MESSAGE;
 }
 
-void control_wait(int timeout_ms)
+bool control_wait(int timeout_ms)
 {
 	struct epoll_event events[2];
+	bool is_there = true;
 	uint64_t count;
 
 	atomic_store(&sleeps, true);
 	/* Who rings after this sees that somebody sleeps. */
-	if (!atomic_exchange(&was_rung, false))
-		epoll_wait(poll_fd, events, 2, timeout_ms);
+	if (!atomic_exchange(&was_rung, false) &&
+	    epoll_wait(poll_fd, events, 2, timeout_ms) < 0)
+		is_there = errno == EINTR;
 	atomic_store(&sleeps, false);
-	while (read(bell_fd, &count, sizeof(count)) > 0)
+	while (is_there && read(bell_fd, &count, sizeof(count)) > 0)
 		;
+	return is_there;
 }
 
 void control_wake(void)

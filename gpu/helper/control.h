@@ -22,8 +22,11 @@ void control_end(void);
 
 enum control_found control_read(struct control *message);
 
-/* Sleeps until somebody writes, has gone, or calls control_wake; at most timeout_ms, -1: for ever. */
-void control_wait(int timeout_ms);
+/*
+ * Sleeps until somebody writes, has gone, or calls control_wake; at most timeout_ms, -1: for ever.
+ * Returns false where the process has closed what that takes.
+ */
+bool control_wait(int timeout_ms);
 
 /* From any thread. It is cheap where nobody sleeps. */
 void control_wake(void);

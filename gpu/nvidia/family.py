@@ -54,7 +54,7 @@ _HELPER = HelperLibrary(
     calls=(
         *("mmap", "munmap", "madvise", "read", "write", "close", "getpid", "prlimit64"),
         *("memfd_create", "ftruncate", "fallocate", "fcntl", "epoll_create1", "epoll_ctl"),
-        *("epoll_wait", "eventfd2", "pipe2", "fchmod", "prctl"),
+        *("epoll_wait", "eventfd2", "pipe2", "fchmod", "prctl", "clock_nanosleep"),
     ),
 )
 

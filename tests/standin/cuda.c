@@ -145,6 +145,15 @@ EXPORTED cu_result cuDeviceGetUuid(uint8_t *uuid, cu_device device)
 	return 0;
 }
 
+/* Where devices are instances of others (MIG), this one tells theirs: cuda.h. */
+EXPORTED cu_result cuDeviceGetUuid_v2(uint8_t *uuid, cu_device device)
+{
+	cuDeviceGetUuid(uuid, device);
+	if (standin_word("mig", 0))
+		uuid[15] ^= 0x80;
+	return 0;
+}
+
 EXPORTED cu_result cuDeviceGetAttribute(int *value, int which, cu_device device)
 {
 	(void)device;

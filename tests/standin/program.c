@@ -26,6 +26,7 @@
  *   profile, unprofile        as PyTorch's profiler: takes the kernel times of who has subscribed, and
  *                             ends them; answers with how many came
  *   step NS                   somebody sets CLOCK_REALTIME
+ *   close                     what it did not open, as some daemons do
  *   exit CODE, crash
  */
 #define _GNU_SOURCE
@@ -279,6 +280,8 @@ __attribute__((visibility("default"))) long obey(const char *verb, const char *t
 		launch_dense((int)a, (uint32_t)b, c, (uint32_t)d);
 	else if (!strcmp(verb, "threads"))
 		run_threads((int)a, b);
+	else if (!strcmp(verb, "close"))
+		closefrom(STDERR_FILENO + 1);
 	else if (!strcmp(verb, "exit"))
 		exit((int)a);
 	else if (!strcmp(verb, "crash"))

@@ -266,6 +266,10 @@ def test_calls_of_the_library_are_asked_about() -> None:
     )
     assert seccomp.why_not([refusing], ()) == ""
     assert seccomp.why_not([refusing], calls) == "memfd_create"
+    # Without fchmod it is there for those alone who may open files of others.
+    refusing = killing(Call.FCHMOD).replace(struct.pack("<I", _KILL), struct.pack("<I", _EPERM))
+    assert seccomp.why_not([refusing], {*calls, Call.FCHMOD}) == ""
+    assert seccomp.why_not([killing(Call.FCHMOD)], {*calls, Call.FCHMOD}) == "fchmod"
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")

@@ -300,6 +300,32 @@ def test_stop_and_start_a_hundred_times(standin: Path) -> None:
     assert _is_sound(told)
 
 
+def test_instances_of_a_device_are_told_by_their_own_numbers(standin: Path) -> None:
+    found = []
+    for words in ("", "mig"):
+        with Target(standin, words, gpu=_ALL) as target:
+            target.obey(*_SETUP)
+            told = target.read_until(lambda told: len(told.devices) == 2)
+        found.append([device.uuid for _, device in sorted(told.devices.items())])
+    wholes, instances = found
+    assert not {*wholes} & {*instances}
+
+
+def test_a_program_that_closes_what_it_did_not_open_goes_on_without(standin: Path) -> None:
+    # GIVEN a helper that is on
+    with Target(standin, gpu=_ALL) as target:
+        target.obey(*_SETUP)
+        with target.control():
+            target.read_until(_samples)
+            # WHEN its program closes all descriptors but the standard ones
+            target.obey("close")
+            # THEN it ends, and nothing of it goes on
+            wait_until(lambda: target.threads() == {"program"})
+        target.obey("launch 0 10 1 0", "sync")
+        target.send("exit 0")
+        assert target.process.wait(10) == 0
+
+
 @pytest.mark.slow
 def test_it_is_off_when_no_recorder_comes(standin: Path) -> None:
     with Target(standin, gpu=_ALL) as target:

@@ -352,7 +352,9 @@ static void tell_devices(void)
 
 		if (cuda.cuDeviceGetName)
 			cuda.cuDeviceGetName(name, sizeof(name) - 1, device);
-		if (cuda.cuDeviceGetUuid)
+		/* Of an instance of a device (MIG) the first tells the whole's: cuda.h. */
+		if ((!cuda.cuDeviceGetUuid_v2 || cuda.cuDeviceGetUuid_v2(fact.uuid, device)) &&
+		    cuda.cuDeviceGetUuid)
 			cuda.cuDeviceGetUuid(fact.uuid, device);
 		put_fact(FACT_DEVICE, (struct part[]){ PART(fact), part_of_text(name) }, 2);
 	}
@@ -915,8 +917,14 @@ static void *run(void *unused)
 		}
 		wait_ms = atomic_load(&has_ended) ? -1 : timeout_ms();
 		pthread_mutex_unlock(&lock);
-		control_wait(wait_ms);
+		if (!control_wait(wait_ms))
+			break;
 	}
+	/* The program has closed what it did not open: nothing can be asked for any more. */
+	pthread_mutex_lock(&lock);
+	stop_now(WHY_ERROR);
+	atomic_store(&has_ended, true);
+	pthread_mutex_unlock(&lock);
 	return NULL;
 }
 

@@ -49,6 +49,7 @@
 	O(cuDeviceGetCount, (int *))                                                               \
 	O(cuDeviceGetName, (char *, int, cu_device))                                               \
 	O(cuDeviceGetUuid, (uint8_t *, cu_device))                                                 \
+	O(cuDeviceGetUuid_v2, (uint8_t *, cu_device))                                              \
 	O(cuDeviceGetAttribute, (int *, int, cu_device))                                           \
 	O(cuCtxPushCurrent_v2, (cu_context))                                                       \
 	O(cuCtxPopCurrent_v2, (cu_context *))                                                      \
