@@ -12,6 +12,18 @@ import yaml
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 
 
+# What the DaemonSet says: what has no counterpart in podman is where pods are, how they are asked,
+# and how they end.
+_OF_POD = {
+    *("serviceAccountName", "enableServiceLinks", "nodeSelector", "hostPID", "tolerations"),
+    *("priorityClassName", "terminationGracePeriodSeconds", "containers", "volumes"),
+}
+_OF_CONTAINER = {
+    *("name", "image", "args", "env", "securityContext", "resources", "volumeMounts"),
+    *("startupProbe", "livenessProbe", "readinessProbe"),
+}
+
+
 def manifests() -> list[dict[str, Any]]:
     """Returns all Kubernetes objects."""
     files = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -46,6 +58,9 @@ def podman_options(configuration: Path, on_host: Mapping[str, Path]) -> list[str
             the host's own.
     """
     assert pod()["hostPID"]
+    assert pod().keys() == _OF_POD and container().keys() == _OF_CONTAINER
+    assert container()["resources"].keys() == {"requests", "limits"}
+    assert container()["resources"]["limits"].keys() == {"memory"}
     found = ["--pid=host", "--network=none"]  # which has a loopback device, as a pod's
     found += _of_security(dict(container()["securityContext"]))
     found.append(f"--memory={container()['resources']['limits']['memory'].replace('Gi', 'g')}")
@@ -83,6 +98,7 @@ def _of_volume(
     configuration: Path,
     on_host: Mapping[str, Path],
 ) -> str:
+    assert mount.keys() <= {"name", "mountPath", "readOnly"}
     at = mount["mountPath"]
     options = ":ro" if mount.get("readOnly", False) else ""
     if "configMap" in volume:

@@ -182,7 +182,8 @@ def test_the_rights_of_the_daemon_set_record_the_host(
 
         wait_until(is_whole, _PATIENCE_S)
         # It ends by itself, 1 where this machine is so crowded that it does so by force,
-        assert agent.stop() in (0, 1), agent.log()
+        code, log = agent.stop(), agent.log()
+        assert code == 0 or (code == 1 and "takes too long to end" in log), log
         assert "Traceback" not in agent.log()
         # and leaves what outlives it to nobody else.
         assert not [path for path in agent.state.rglob("*") if path.stat().st_mode & 0o077]
