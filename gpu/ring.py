@@ -48,6 +48,8 @@ _MAX_CAPACITY = 4 << 20
 # process; and records, as each takes some microseconds: helpers put what is short and frequent into
 # one, some hundred of a kind. The rest is for the next time.
 _MAX_BYTES, _MAX_RECORDS = 1 << 20, 4096
+# Of a record, as helpers write them; what is larger may be overwritten while it is read.
+_MAX_RECORD_BYTES = 1 << 16
 # Between two of them: 64 GB.
 _MAX_LOST = 1 << 32
 
@@ -104,7 +106,8 @@ class RingReader:
         if header.capacity != self._capacity or header.head < self._position:
             raise _Damaged("its size or its head went back")
         size = header.head - self._position
-        data = self._copy(self._position, min(size, _MAX_BYTES)) if size <= self._capacity else b""
+        is_there = size <= self._sound_bytes()
+        data = self._copy(self._position, min(size, _MAX_BYTES)) if is_there else b""
         if data:
             yield from self._records(data, is_all=len(data) == size)
         else:
@@ -135,9 +138,16 @@ class RingReader:
         if len(data) < size:
             raise _Damaged("it is smaller than it says")
         header = self._header()
-        if header is None or header.head - begin > self._capacity:
+        if header is None or header.head - begin > self._sound_bytes():
             return b""
         return data
+
+    def _sound_bytes(self) -> int:
+        """Returns how far back from the head nothing is being overwritten.
+
+        The next record is written before the head moves: over what is oldest.
+        """
+        return self._capacity - min(_MAX_RECORD_BYTES, self._capacity // 8)
 
     def _records(self, data: bytes, *, is_all: bool) -> Iterator[Record]:
         """Yields records; of what is not all there is, the last one may be cut."""

@@ -94,8 +94,7 @@ bool control_wait(int timeout_ms)
 
 	atomic_store(&sleeps, true);
 	/* Who rings after this sees that somebody sleeps. */
-	if (!atomic_exchange(&was_rung, false) &&
-	    epoll_wait(poll_fd, events, 2, timeout_ms) < 0)
+	if (!atomic_exchange(&was_rung, false) && epoll_wait(poll_fd, events, 2, timeout_ms) < 0)
 		is_there = errno == EINTR;
 	atomic_store(&sleeps, false);
 	while (is_there && read(bell_fd, &count, sizeof(count)) > 0)

@@ -327,6 +327,10 @@ EXPORTED cupti_result cuptiActivityDisable_v2(cupti_subscriber subscriber, uint3
 	return OF_V2(disable_times());
 }
 
+/* With the word "holds": a buffer that it asked for before there was anything for it. */
+static uint8_t *held;
+static size_t held_bytes;
+
 static void ask_for_buffer(uint8_t **buffer, size_t *size)
 {
 	size_t most;
@@ -343,6 +347,16 @@ static void give_buffer(uint8_t *buffer, size_t size, size_t valid)
 		complete_v2(buffer, size, valid, NULL);
 	else
 		complete(NULL, 0, buffer, size, valid);
+}
+
+/* Whoever has registered last gets it, whosever it is. */
+static void give_held(void)
+{
+	uint8_t *buffer = held;
+
+	held = NULL;
+	if (buffer)
+		give_buffer(buffer, held_bytes, 0);
 }
 
 /* As when a module is loaded where another one was. */
@@ -453,6 +467,10 @@ EXPORTED cupti_result cuptiActivityFlushAll(uint32_t flag)
 		give_reversed(ended, count, add_ns, now);
 	else
 		give(ended, count, add_ns, now);
+	if (flag == CUPTI_FLUSH_FORCED)
+		give_held();
+	else if (standin_word("holds", 0) && !held && times_are_on)
+		ask_for_buffer(&held, &held_bytes);
 	free(ended);
 	return 0;
 }

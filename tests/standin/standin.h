@@ -42,6 +42,8 @@
  *   held=N             a flush gives buffers of N kernels, only those of which all have ended, as
  *                      cupti_activity.h has it; a forced one all, in which a kernel that runs is a
  *                      record that is refused
+ *   holds              it always has a buffer, which a forced flush gives to whoever registered last
+ *   mig                devices are instances of others
  *   interrupted=N      the first N readings of CUPTI's clock take 5 ms
  */
 #ifndef STANDIN_H

@@ -94,10 +94,13 @@ def test_times_that_cannot_be_are_not_added_up() -> None:
 
 
 class _Flood(Memory):
-    """A process that writes a megabyte of kernel times whenever it is asked to."""
+    """A process that writes a megabyte of kernel times whenever it is asked to.
+
+    That is half of its ring, so that what is read is not being overwritten.
+    """
 
     def __init__(self, process: int) -> None:
-        super().__init__(process, _RING)
+        super().__init__(process, 2 * _RING)
         self.hello()
         self.device()
         self.context()
@@ -105,10 +108,12 @@ class _Flood(Memory):
         rows = np.zeros(_ROWS, protocol.TIMES)
         rows["begin_ns"], rows["end_ns"], rows["name"] = 5_000, 5_010, 1
         rows["launch"] = np.arange(_ROWS) + 1
-        self.bytes[HEADER_BYTES + 16 : HEADER_BYTES + _RING] = rows.tobytes()
+        for at in (HEADER_BYTES, HEADER_BYTES + _RING):
+            self.bytes[at + 16 : at + _RING] = rows.tobytes()
 
     def write(self) -> None:
-        struct.pack_into("<IIQ", self.bytes, HEADER_BYTES, _RING, Passing.TIMES, self.numbers[0])
+        at = HEADER_BYTES + self.heads[0] % (2 * _RING)
+        struct.pack_into("<IIQ", self.bytes, at, _RING, Passing.TIMES, self.numbers[0])
         self.numbers[0] += 1
         self.heads[0] += _RING
         self.write_header()

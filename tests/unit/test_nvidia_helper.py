@@ -68,6 +68,11 @@ def _has_times(count: int) -> Callable[[Told], bool]:
     return lambda told: len(told.kernel_times) >= count
 
 
+def _goes_on(target: Target, known: int) -> Callable[[Told], bool]:
+    """Launches at each look; tells whether more kernel times are there."""
+    return lambda told: bool(target.obey("launch 0 1 1 0")) or len(told.kernel_times) > known
+
+
 def _has_stalls(blocks: int) -> Callable[[Told], bool]:
     # Of a block: a half, and three quarters.
     return lambda told: sum(told.samples().values()) >= blocks * SAMPLES_OF_BLOCK * 5 // 4
@@ -582,6 +587,22 @@ def test_times_that_another_profiler_took_are_asked_for_anew(tmp_path: Path) -> 
     # THEN it is told once that times are missing, and they come again
     assert told.failed == [(HelperError.QUIET, "CUPTI")]
     assert told.durations_ns()["scale"] == len(told.kernel_times) * BLOCK_NS
+
+
+def test_buffers_that_another_profiler_was_given_are_not_lost_for_good(tmp_path: Path) -> None:
+    # GIVEN a helper with four buffers, and a CUPTI that always has one
+    folder = build_alone(tmp_path, "-DQUIET_NS=50000000ull", "-DBUFFERS=4")
+    with Target(folder, "holds", gpu="tier=1,read-out=10") as target:
+        target.obey(*_SETUP)
+        with target.control():
+            target.obey("launch 0 1 5 0", "sync")
+            target.read_until(_has_times(5))
+            # WHEN another one takes all that it has again and again, as a trainer's profiler does
+            # THEN kernel times come again, each time
+            for _ in range(8):
+                known = len(target.read().kernel_times)
+                target.obey("profile", "launch 0 1 3 0", "sync", "unprofile")
+                target.read_until(_goes_on(target, known))
 
 
 def test_a_program_that_launches_nothing_is_not_asked_anew(tmp_path: Path) -> None:

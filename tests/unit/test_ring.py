@@ -120,6 +120,24 @@ def test_records_that_are_overwritten_while_they_are_read_are_not_taken(host: An
     assert host.lost == {LossKind.DEVICE_RECORDS_OVERWRITTEN: before}
 
 
+def test_what_a_record_is_being_written_over_is_not_taken(host: Any) -> None:
+    ring = Ring(256)
+    reader = RingReader(ring, host)
+    ring.put(0, b"")
+    assert len([*reader.read()]) == 1
+    # GIVEN a ring that is full
+    for _ in range(8):
+        ring.put(1, bytes(16))
+    # WHEN the next record is written, and is not whole
+    at = HEADER_BYTES + ring.head % ring.capacity
+    ring.bytes[at : at + 24] = bytes([0xEE]) * 24
+    # THEN what lay there is lost, and no more than that
+    assert [*reader.read()] == []
+    ring.put(2, b"")
+    assert [*reader.read()] == [Record(2, b"")]
+    assert host.lost == {LossKind.DEVICE_RECORDS_OVERWRITTEN: 8}
+
+
 def test_a_ring_that_went_round_before_anybody_read_is_read_from_now_on(host: Any) -> None:
     ring = Ring()
     for _ in range(20):

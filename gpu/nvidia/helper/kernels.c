@@ -14,9 +14,11 @@
 /*
  * Records have some 200 bytes: 40,000 kernels between two times that they are taken. Pages of buffers
  * that are never used take no memory. CUPTI keeps a buffer in which a kernel still runs until it is
- * full, and a busy device always has one: with 300 kernels in each that is soon.
+ * full, and a busy device always has one: with 300 kernels in each that is soon. Tests have fewer.
  */
+#ifndef BUFFERS
 #define BUFFERS 128
+#endif
 #define BUFFER_BYTES (64u << 10)
 /* Rows of one record: 14 KB. */
 #define MOST_ROWS 256
@@ -43,6 +45,7 @@ enum owner {
 
 static uint8_t *buffers;
 static _Atomic int owners[BUFFERS];
+static _Atomic uint32_t times_lent[BUFFERS];
 static size_t valid_bytes[BUFFERS];
 
 struct batch {
@@ -68,6 +71,7 @@ static void lend(uint8_t **buffer, size_t *size, size_t *most)
 		int nobody = OWNER_NOBODY;
 
 		if (atomic_compare_exchange_strong(&owners[at], &nobody, OWNER_CUPTI)) {
+			atomic_fetch_add(&times_lent[at], 1);
 			*buffer = buffers + (size_t)at * BUFFER_BYTES;
 			*size = BUFFER_BYTES;
 		}
@@ -164,10 +168,36 @@ static bool hears(void)
 	return true;
 }
 
+/*
+ * Buffers that CUPTI had when somebody else took its buffers go to them, who know nothing of these.
+ * Once it has given back what it has, those that are lent since before are nobody's.
+ */
+static cupti_result enable_anew(const struct subscription *subscription, const char **what)
+{
+	uint32_t before[BUFFERS];
+	cupti_result result;
+
+	for (int at = 0; at < BUFFERS; at++)
+		before[at] =
+			atomic_load(&owners[at]) == OWNER_CUPTI ? atomic_load(&times_lent[at]) : 0;
+	result = enable(subscription, what);
+	if (result)
+		return result;
+	*what = "cuptiActivityFlushAll";
+	result = cupti.cuptiActivityFlushAll(CUPTI_FLUSH_FORCED);
+	for (int at = 0; !result && at < BUFFERS; at++) {
+		int lent = OWNER_CUPTI;
+
+		if (before[at] && before[at] == atomic_load(&times_lent[at]))
+			atomic_compare_exchange_strong(&owners[at], &lent, OWNER_NOBODY);
+	}
+	return result;
+}
+
 static void ask_anew(const struct subscription *subscription)
 {
 	const char *what;
-	cupti_result result = enable(subscription, &what);
+	cupti_result result = enable_anew(subscription, &what);
 
 	note_heard();
 	graphs_miss_kernels();
