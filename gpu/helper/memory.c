@@ -31,6 +31,8 @@
 
 #define PAGE_BYTES 4096
 
+#define NS_PER_S 1000000000ull
+
 #define LOSSES (LOSS_GRAPH_IDS + 1)
 
 static struct memory_header *header;
@@ -40,6 +42,8 @@ static uint64_t facts_there;
 /* A page that is all zeros in a child, however it was made. */
 static volatile uint32_t *is_parent;
 static _Atomic uint64_t losses[LOSSES];
+/* How much later this process's clock is than the host's. */
+static int64_t namespace_ns;
 
 struct part part_of_text(const char *text)
 {
@@ -51,7 +55,29 @@ uint64_t now_ns(void)
 	struct timespec now;
 
 	clock_gettime(CLOCK_MONOTONIC, &now);
-	return (uint64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+	return (uint64_t)now.tv_sec * NS_PER_S + now.tv_nsec - namespace_ns;
+}
+
+/*
+ * Containers may have a clock of their own, and recorders have the host's: time_namespaces(7). No
+ * stream is opened, as closing one makes a call of which filters are not asked.
+ */
+static void read_time_namespace(void)
+{
+	int fd = open("/proc/self/timens_offsets", O_RDONLY | O_CLOEXEC);
+	long long seconds, nanoseconds;
+	char text[256];
+	ssize_t size;
+
+	if (fd < 0)
+		return; /* Linux before 5.6 */
+	size = read(fd, text, sizeof(text) - 1);
+	close(fd);
+	if (size <= 0)
+		return;
+	text[size] = 0;
+	if (sscanf(text, "monotonic %lld %lld", &seconds, &nanoseconds) == 2)
+		namespace_ns = seconds * (int64_t)NS_PER_S + nanoseconds;
 }
 
 /*
@@ -132,6 +158,7 @@ int memory_make(const char *name)
 
 	if (error)
 		return error;
+	read_time_namespace();
 	/* A file that grows past the limit ends the process with SIGXFSZ: setrlimit(2). */
 	if (getrlimit(RLIMIT_FSIZE, &limit) || limit.rlim_cur < MEMORY_BYTES)
 		return EFBIG;

@@ -7,6 +7,7 @@ Driver, runtime and CUPTI are stand-ins (tests/standin), which know what they ha
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -194,6 +195,34 @@ def test_helpers_of_other_users_are_told_with_the_rights_of_a_deployed_agent(
             target.read_until(lambda told: any(state.tier for state in told.states), 60)
             ended = recording.stop()
     assert "device_control_refused" not in {loss.name for loss in ended.profile.losses}
+
+
+# Enters a time namespace whose clock is so many seconds later than the host's (CLONE_NEWTIME).
+_TIME_NAMESPACE = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None)
+assert not libc.unshare(0x80)
+with open("/proc/self/timens_offsets", "w") as file:
+    file.write(f"monotonic {sys.argv[1]} 0")
+assert not libc.setns(os.open("/proc/self/ns/time_for_children", os.O_RDONLY), 0x80)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("later_s", [1000, -20])
+def test_kernels_of_a_time_namespace_have_the_times_of_the_host(
+    standin: Path, tmp_path: Path, later_s: int
+) -> None:
+    inside = ("-S", "-c", _TIME_NAMESPACE, later_s, standin / "program")
+    with Target(standin, gpu="", program=Path(sys.executable), arguments=inside) as target:
+        target.obey(*_SETUP)
+        with Recording(tmp_path, "-p", target.pid) as recording:
+            target.read_until(lambda told: any(state.tier for state in told.states), 60)
+            target.obey("launch 0 1000 7 0", "sync")
+            target.read_until(lambda told: len(told.kernel_times) >= 7)
+            profile = recording.stop().profile
+    # Times of another clock would be refused, or those of before the recording.
+    assert _ran_ns(profile)["driver", "scale"] == 7 * 1000 * BLOCK_NS
 
 
 def test_a_process_that_may_not_sample_has_times(standin: Path, tmp_path: Path) -> None:
