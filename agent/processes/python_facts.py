@@ -28,7 +28,7 @@ _NO_FRAME = SourceFrame("", "", 0, False)
 _GONE = SourceFrame("[exited before its name could be read]", "", 0, False)
 
 # Code objects of a process that are kept, some MB where code is made all the time.
-_KEPT_IDS = 1 << 14
+_KEPT_IDS = 1 << 13
 
 # Who reads code objects of a process: itself and three that forked each other. Some programs fork
 # for ever, and each reader has a cache.

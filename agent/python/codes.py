@@ -33,13 +33,14 @@ from aiflame.agent.symbols.frames import MAX_NAME_CHARS, SourceFrame, clean_name
 UNREADABLE_FRAME = SourceFrame("[unreadable Python frame]", "", 0, False)
 
 # A large program has some 50,000 code objects, of which a tenth is seen to run; 500 bytes each.
-MAX_CACHED = 1 << 14
+MAX_CACHED = 1 << 13
 # Of all processes: those that were forked from one have the same, at the same addresses; 2 MB.
 _MAX_SHARED = 1 << 12
 # Of a string's characters, whatever it says its length is; one more, so that the cut shows.
 _MAX_CHARS = MAX_NAME_CHARS + 1
 # A table is walked from its start for each line; hot code asks for the same few lines again.
-_line_of = functools.lru_cache(maxsize=1 << 14)(line_of)
+# Each keeps its table alive, of 100 bytes to some KB.
+_line_of = functools.lru_cache(maxsize=1 << 12)(line_of)
 
 
 @dataclass(frozen=True, slots=True)
