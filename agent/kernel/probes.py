@@ -141,8 +141,12 @@ class Probes:
         fd = self._clocks[cpu]
         if fd is None:
             return {cpu}
-        before, self._counts[cpu] = self._counts.get(cpu), os.read(fd, _COUNT_BYTES)
-        return {cpu} if self._counts[cpu] == before else set()
+        try:
+            count = os.read(fd, _COUNT_BYTES)
+        except OSError:  # of an event that is no more
+            return {cpu}
+        before, self._counts[cpu] = self._counts.get(cpu), count
+        return {cpu} if count == before else set()
 
     def _open_clock(self, cpu: int) -> int | None:
         """Opens what samples a CPU; None where that went offline since the list was read."""
